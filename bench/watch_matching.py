@@ -219,7 +219,7 @@ def _timed(matcher: Matcher[int], prepared: list[Prepared]) -> list[float]:
     times: list[float] = []
     for change in prepared:
         begun = time.process_time()
-        matcher.found(change)
+        matcher.match(change)
         times.append(time.process_time() - begun)
     gc.enable()
     return times
@@ -233,7 +233,7 @@ def _together(matcher: Matcher[int], prepared: list[Prepared]) -> float:
     for _ in range(2):
         begun = time.process_time()
         for page in pages:
-            matcher.matches_of(page)
+            matcher.match_batch(page)
         spent_s = time.process_time() - begun
     gc.enable()
     return len(prepared) / spent_s
@@ -260,7 +260,7 @@ def _naive(interests: list[Interest], prepared: list[Prepared]) -> float:
     begun = time.process_time()
     for change in prepared:
         for interest in interests:
-            interest.event(change)
+            interest.classify(change)
     return len(prepared) / (time.process_time() - begun)
 
 

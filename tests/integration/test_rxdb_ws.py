@@ -360,7 +360,7 @@ def test_who_may_come_in(start_server: StartServer) -> None:
     frames = Frames(server, query="?database=app")
     frames.send("auth", "orders")
     assert frames.closed() == 4401
-    assert silent.closed() == 4401, "nobody said who they are"
+    assert silent.closed() == 4401, "authentication timed out"
     for query, status in (("?token=x", 400), ("?database=nowhere", 404)):
         with pytest.raises(InvalidStatus) as refused:
             Frames(server, query=query, token=_token(sub="u", scope="read", db=["nowhere"]))

@@ -416,7 +416,7 @@ def test_only_what_happens_from_now_on(call: Caller, store: MongoStore, name: st
 
 def test_what_is_missing_is_named(call: Caller, store: MongoStore, name: str) -> None:
     add_mongo(call, name, {f"shop.{name}": {"collection": name}})
-    wanted = f"there is no collection shop.{name}"
+    wanted = f"collection shop.{name} not found"
     wait_until(lambda: status(call, name)["error"] or "", lambda seen: seen == wanted)
     store.insert(f"shop.{name}", {"_id": "a"})
     wait_phase(call, name, "live")

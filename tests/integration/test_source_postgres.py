@@ -292,7 +292,7 @@ def test_w11_a_slot_that_is_gone_is_a_gap(
     assert told[-1]["payload"]["reason"] == "stale"
     assert not [one for one in told if one["type"] == "event"], "nothing is said that may be wrong"
     if how == "hold":
-        assert wait_phase(call, name, "stale")["reason"] == f"the slot slot_{name} is gone"
+        assert wait_phase(call, name, "stale")["reason"] == f"slot slot_{name} does not exist"
         assert call("POST", f"{BASE}/sources/{name}/resync").status == 202
     wait_phase(call, name, "live")
     assert documents(call, name) == rows(postgres, name)
@@ -324,7 +324,7 @@ def test_a_slot_that_somebody_else_moves_is_a_gap(call: Caller, postgres: Postgr
                 connection.execute("SELECT pg_logical_emit_message(true, 'x', repeat('y', 1000))")
             with suppress(psycopg.errors.ObjectInUse):
                 connection.execute(MOVE, (f"slot_{name}",))
-    assert "somebody else has moved" in wait_phase(call, name, "stale")["reason"]
+    assert "was advanced by another client" in wait_phase(call, name, "stale")["reason"]
 
 
 def test_what_is_missing_is_named(call: Caller, postgres: PostgresServer, name: str, tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_what_is_missing_is_named(call: Caller, postgres: PostgresServer, name: 
         ("run: GRANT SELECT", f"GRANT SELECT ON {name} TO role_{name}"),
         ("run: ALTER PUBLICATION", f"ALTER PUBLICATION {name} ADD TABLE {name}"),
         ("run: ALTER TABLE", f"ALTER TABLE {name} REPLICA IDENTITY FULL"),
-        ("there is a slot", f"SELECT pg_drop_replication_slot('slot_{name}')"),
+        ("already exists", f"SELECT pg_drop_replication_slot('slot_{name}')"),
     ):
         wait_until(lambda: status(call, name)["error"] or "", lambda seen, wanted=wanted: wanted in seen)
         do(postgres, statement)

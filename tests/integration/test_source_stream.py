@@ -141,7 +141,7 @@ def test_another_stream_of_the_same_name_is_a_gap(call: Caller, name: str) -> No
 def test_a_stream_that_is_not_of_the_protocol(call: Caller, name: str) -> None:
     given = {"kind": "stream", "stream": f"no-{name}", "collections": {"order": {"collection": f"no-{name}"}}}
     assert call("PUT", f"{BASE}/sources/{name}", given).status == 201
-    wait_until(lambda: status(call, name)["error"] or "", lambda seen: "there is no stream" in seen)
+    wait_until(lambda: status(call, name)["error"] or "", lambda seen: "not found" in seen)
     assert call("PUT", f"{BASE}/sources/{name}", {**given, "slot": "x"}).code == "invalid_request"
     assert call("DELETE", f"{BASE}/sources/{name}").body["slot"] is None
     system = {**given, "stream": "__registry__"}

@@ -110,7 +110,7 @@ def test_how_good_a_bloom_filter_is_can_be_told(call: Caller) -> None:
         one for one in call("GET", f"{BASE}/status").body["collections"] if one["collection"] == "blooming"
     ]
     assert (shown["targets"]["bloomRatio"], shown["burn"]["bloom"]) == (0.01, 2.5)
-    assert shown["reason"] == "Of the answers of its Bloom filter, more than 1.00% were wrong."
+    assert shown["reason"] == "The Bloom filter has more than 1.00% false positives."
     unasked = call("POST", path, {"collection": "blooming", "bloom": {"keys": 0, "absent": 0, "wrong": 0}})
     assert unasked.body["bloomRatio"] == 0
     for wrong in (bloom | {"wrong": 1001}, bloom | {"keys": -1}, bloom | {"more": 1}, {}):

@@ -271,7 +271,7 @@ def test_who_may_watch_what(start_server: StartServer) -> None:
     live.send("subscribe", "s", query={"collection": "orders"})
     assert live.take()["payload"]["code"] == "unauthorized"
     assert live.closed() == 4401
-    assert Live(process).closed() == 4401, "nobody said who they are in time"
+    assert Live(process).closed() == 4401, "authentication timed out"
     live = Live(process)
     live.send("auth", "a", token="nonsense", database="app")
     assert live.take()["payload"]["code"] == "invalid_auth"

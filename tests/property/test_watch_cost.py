@@ -115,7 +115,7 @@ def test_a_rule_that_cannot_be_afforded_denies_and_leaves_the_query_its_budget()
     rule = AccessRule("doc.l.all(x, !(-1 in doc.m))", "readRule")
     assert not rule.allows({}, "read", LARGE)
     assert rule.allows({}, "read", {**LARGE, "l": [1]})
-    assert decide(Predicate([rule.part_for({}, "read")]), LARGE) is False
+    assert decide(Predicate([rule.predicate_part({}, "read")]), LARGE) is False
 
 
 @pytest.mark.parametrize(
@@ -256,15 +256,15 @@ def test_one_change_against_a_thousand_costly_subscriptions_is_bounded() -> None
         cheap = Predicate([PredicatePart(*compile_cel(f"doc.n + {number} == {5 + number}"))])
         matcher.add(Interest(cheap, None), f"cheap-{number}")
     change = change_of(1, None, LARGE)
-    found = matcher.found(change)
+    found = matcher.match(change)
     matched = {subscriber for match in found.matches for subscriber in match.subscribers}
     assert not found.too_costly
     assert {f"cheap-{number}" for number in range(50)} <= matched
     assert len(matched | found.postponed) == 1_050
     assert 5 <= 1_000 - len(found.postponed) <= 40_000 // 1_000
-    assert cpu_s(lambda: matcher.found(change)) < CPU_S_MAX
-    turn.renew()
-    again = matcher.found(change)
+    assert cpu_s(lambda: matcher.match(change)) < CPU_S_MAX
+    turn.refill()
+    again = matcher.match(change)
     assert len(again.postponed) == len(found.postponed), "the next turn has its own steps"
 
 
@@ -274,7 +274,7 @@ def test_an_expression_that_never_fits_is_too_costly_and_not_postponed() -> None
     matcher.add(
         Interest(Predicate([PredicatePart(*compile_cel("doc.l.all(x, !(-1 in doc.m))"))]), None), "one"
     )
-    found = matcher.found(change_of(1, None, LARGE))
+    found = matcher.match(change_of(1, None, LARGE))
     assert (found.too_costly, found.postponed) == ({"one"}, set())
 
 
@@ -282,9 +282,9 @@ def test_a_read_rule_is_not_taken_for_a_refusal_when_it_is_postponed() -> None:
     """A rule that cannot be afforded denies; one that is postponed has not been decided."""
     turn = StepBudget(10)
     matcher: Matcher[str] = Matcher(10_000, turn)
-    rule = AccessRule("!doc.l.exists(x, x == -1)", "readRule").part_for({}, "read")
+    rule = AccessRule("!doc.l.exists(x, x == -1)", "readRule").predicate_part({}, "read")
     matcher.add(Interest(Predicate([rule]), Predicate([rule])), "one")
-    found = matcher.found(change_of(1, None, LARGE))
+    found = matcher.match(change_of(1, None, LARGE))
     assert (found.matches, found.postponed) == ([], {"one"})
 
 
@@ -297,12 +297,12 @@ def test_looking_for_elements_of_long_lists_is_bounded(elements: list[int]) -> N
         matcher.add(Interest(Predicate([PredicatePart(*compile_cel(where))]), None), number)
     change = change_of(1, None, {"l": elements, "m": elements})
     assert change.after is not None, "it is parsed before"
-    assert cpu_s(lambda: matcher.found(change)) < 3 * CPU_S_MAX
+    assert cpu_s(lambda: matcher.match(change)) < 3 * CPU_S_MAX
 
 
 def test_the_sample_of_an_index_keeps_no_large_documents() -> None:
     matcher: Matcher[int] = Matcher(10_000)
     matcher.add(Interest(Predicate([PredicatePart(*compile_cel("doc.n == 5"))]), None), 1)
     for document in ({"n": 5}, {"n": 5, "s": "x" * 20_000}, {"n": 5, "l": list(range(100))}):
-        matcher.found(change_of(1, None, document))
+        matcher.match(change_of(1, None, document))
     assert len(matcher.index.sample) == 2

@@ -193,7 +193,7 @@ def test_w48_what_takes_too_many_steps_is_not_decided() -> None:
     denied = AccessRule("!(-1 in doc.l)", "readRule")
     assert denied.allows({}, "read", fits)
     assert not denied.allows({}, "read", large), "a rule that cannot be decided denies"
-    assert not Predicate([denied.part_for({}, "read")]).matches(large)
+    assert not Predicate([denied.predicate_part({}, "read")]).matches(large)
 
 
 def test_without_the_library_only_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,14 +282,14 @@ def test_w21_many_changes_together_are_what_they_are_one_by_one(seed: int) -> No
         for seq in range(BATCH_MIN + 8):
             before, after = (maker.document() if maker.random.random() < 0.8 else None for _ in range(2))
             changes.append(change_of(seq, before, after if before is not None else maker.document()))
-        together = matcher.matches_of(changes)
+        together = matcher.match_batch(changes)
         for change, found in zip(changes, together, strict=True):
             hits = matcher.hits
-            alone = matcher.found(change)
+            alone = matcher.match(change)
             assert told(found) == told(alone)
-            events = {number: one.event(change) for number, one in subscribed.items()}
+            events = {number: one.classify(change) for number, one in subscribed.items()}
             assert told(found) == {number: event for number, event in events.items() if event is not None}
-            different = {subscribed[number].whole.hash for number in told(found)}
+            different = {subscribed[number].predicate.hash for number in told(found)}
             assert matcher.hits - hits == len(different), "one that many watch is found once"
         for number in maker.random.sample(sorted(subscribed), 10):
             matcher.discard(subscribed.pop(number), number)
@@ -318,5 +318,5 @@ def test_intervals_find_exactly_those_that_hold_the_point() -> None:
             intervals.add(low, high, number)
         point = chance.choice(points)
         expected = sorted(key for key, (low, high) in known.items() if low <= point <= high)
-        assert sorted(intervals.holding(point)) == expected
+        assert sorted(intervals.containing(point)) == expected
     assert len(intervals) == len(known)

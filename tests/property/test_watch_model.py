@@ -141,7 +141,7 @@ class Client:
 
     def cut(self) -> None:
         if self.session is not None:
-            self._room.harness.call(self.session.gone)
+            self._room.harness.call(self.session.on_gone)
             self._room.turn(2)
             self.session = None
 

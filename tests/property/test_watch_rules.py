@@ -65,7 +65,7 @@ def test_w47_a_rule_worked_in_is_the_rule(seed: int) -> None:
     for _ in range(4):
         auth = auth_of(maker)
         request = {"auth": auth, "method": "read"}
-        whole = Predicate([query, rule.part_for(auth, "read")])
+        whole = Predicate([query, rule.predicate_part(auth, "read")])
         for _ in range(6):
             document = maker.document()
             allowed = alone.holds(doc=document, request=request)
@@ -90,5 +90,5 @@ def test_w28_a_renewed_token_means_the_same_and_another_claim_does_not(seed: int
     auth: RuleAuth = {"userId": "u", "claims": claims, "roles": []}
     renewed: RuleAuth = {**auth, "claims": {**claims, "exp": 2, "iat": 7}}
     other: RuleAuth = {**auth, "claims": {**claims, "org": "c"}}
-    assert rule.meaning(auth) == rule.meaning(renewed)
-    assert rule.meaning(auth) != rule.meaning(other)
+    assert rule.fingerprint(auth) == rule.fingerprint(renewed)
+    assert rule.fingerprint(auth) != rule.fingerprint(other)

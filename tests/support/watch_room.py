@@ -42,10 +42,10 @@ class PacedWire:
         self.unsent_bytes = 0
         self.closed: int | None = None
 
-    def send(self, frame: Envelope, token: str | None) -> int:
-        self.frames.append(frame)
-        self.unsent_bytes += len(frame.body)
-        return len(frame.body)
+    def send(self, envelope: Envelope, token: str | None) -> int:
+        self.frames.append(envelope)
+        self.unsent_bytes += len(envelope.body)
+        return len(envelope.body)
 
     def keep_alive(self) -> int:
         return 0
@@ -109,8 +109,8 @@ class Room:
         async def started(gateway: Gateway) -> None:
             self.book.on_applied = self._applied
             self.book.on_page = gateway.on_page
-            self.book.on_doubt = gateway.on_doubt
-            self.book.lost = lambda collection: reset_after_view_loss(self.book, collection)
+            self.book.on_before_image_lost = gateway.on_before_image_lost
+            self.book.on_view_lost = lambda collection: reset_after_view_loss(self.book, collection)
             await self.book.start()
             gateway.start()
             await harness.log.committer.drain()
@@ -195,7 +195,7 @@ class Room:
         """A power cut: all connections are gone, and what was not durable with them."""
         old = self.book
         for session in tuple(self.gateway.sessions):
-            self.harness.call(session.gone)
+            self.harness.call(session.on_gone)
         self.turn(2)
         self.harness.crash(turns=turns)
         old.close()
@@ -203,8 +203,8 @@ class Room:
 
     def close(self) -> None:
         for session in tuple(self.gateway.sessions):
-            self.harness.call(session.gone)
-        self.harness.call(self.gateway.end_all)
+            self.harness.call(session.on_gone)
+        self.harness.call(self.gateway.close_all)
         self.turn(2)
         self.book.close()
         self.harness.close()
@@ -226,5 +226,5 @@ class Room:
         collection = self.book.find(DATABASE, name)
         if collection is None:
             return {}
-        found = self.book.view.now.documents_after(collection.number, "", 100_000)
+        found = self.book.view.current.documents_after(collection.number, "", 100_000)
         return {row.id: (row.version, row.data) for row in found}

@@ -171,10 +171,10 @@ def test_checkpoints_that_cannot_be_read() -> None:
 
 def test_what_was_hidden_before_the_walk_began_is_not_news() -> None:
     going = walk([0, 0], [4, 2])
-    assert [going.is_new(0, seq) for seq in (4, 5)] == [False, True]
-    going = going.moved([4, 1])
+    assert [going.changed_since_start(0, seq) for seq in (4, 5)] == [False, True]
+    going = going.advanced([4, 1])
     assert going.began == [4, 2]
-    assert going.moved([4, 2]).began == [], "the walk is past it"
+    assert going.advanced([4, 2]).began == [], "the walk is past it"
 
 
 def test_which_forgotten_tombstones_are_missed() -> None:
@@ -187,13 +187,13 @@ def test_which_forgotten_tombstones_are_missed() -> None:
 
 
 def test_another_rule_begins_again_and_remembers_what_the_client_has() -> None:
-    again = walk([7, 3]).again(b"other")
+    again = walk([7, 3]).restarted(b"other")
     assert (again.seqs, again.began, again.held, again.digest) == ([0, 0], [], [7, 3], b"other")
-    assert again.is_new(0, 1), "whatever cannot be read now is taken back"
+    assert again.changed_since_start(0, 1), "whatever cannot be read now is taken back"
     assert again.misses([8, 0])
     assert not again.misses([7, 3])
-    assert again.moved([8, 2]).held == [7, 3]
-    assert again.moved([8, 3]).held == []
+    assert again.advanced([8, 2]).held == [7, 3]
+    assert again.advanced([8, 3]).held == []
 
 
 def test_a_renewed_token_means_the_same() -> None:
@@ -201,10 +201,10 @@ def test_a_renewed_token_means_the_same() -> None:
     asker: dict[str, Any] = {"userId": "u", "claims": {"org": "x", "exp": 1, "iat": 1}, "roles": []}
     renewed = {**asker, "claims": {"org": "x", "exp": 2, "iat": 2}}
     other = {**asker, "claims": {"org": "y", "exp": 1, "iat": 1}}
-    assert rule.meaning(asker) == rule.meaning(renewed) != rule.meaning(other)
+    assert rule.fingerprint(asker) == rule.fingerprint(renewed) != rule.fingerprint(other)
     opaque = AccessRule("doc.owner in request.auth.claims.teams", "readRule")
-    assert opaque.meaning({**asker, "claims": {"teams": ["a"], "exp": 1}}) == opaque.meaning(
+    assert opaque.fingerprint({**asker, "claims": {"teams": ["a"], "exp": 1}}) == opaque.fingerprint(
         {**asker, "claims": {"teams": ["a"], "exp": 2}}
     )
-    missing = opaque.meaning(asker)
-    assert missing == opaque.meaning(renewed) != opaque.meaning(other)
+    missing = opaque.fingerprint(asker)
+    assert missing == opaque.fingerprint(renewed) != opaque.fingerprint(other)

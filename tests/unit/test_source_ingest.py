@@ -183,7 +183,7 @@ def marked(place: Place, *logs: str) -> SourceIngest:
     """A source whose collections have logs of their own."""
     ingest = place.states().ingest()
     marks = {name: CollectionProgress(token=f"{name}0", lsn=5) for name in logs}
-    place.room.harness.run(ingest.note(ingest.progress.replaced(marks=marks)))
+    place.room.harness.run(ingest.commit_progress(ingest.progress.with_changes(marks=marks)))
     return ingest
 
 
@@ -216,8 +216,8 @@ def test_the_end_of_a_log_is_remembered_until_there_is_more(tmp_path: Path) -> N
     place = Place(tmp_path)
     run = place.room.harness.run
     ingest = marked(place, "c")
-    ended = ingest.progress.marked("c", ingest.progress.position_in("c"), "end", ended=True)
-    run(ingest.note(ended))
+    ended = ingest.progress.with_mark("c", ingest.progress.position_in("c"), "end", ended=True)
+    run(ingest.commit_progress(ended))
     run(ingest.follow_one("c", [], "end"))
     assert ingest.progress.marks["c"].ended
     run(ingest.follow_one("c", [put(9, 0, "a")], "c1"))
@@ -270,7 +270,7 @@ def test_w34_between_a_gap_and_live_nobody_is_told_of_a_change(tmp_path: Path) -
     ask(place, session)
     room.until(lambda: session.subscriptions["s"].state == "live")
     assert kinds_of(wire) == ["subscribe_ack", "snapshot", "snapshot-end"]
-    room.harness.run(states.lose("the slot is gone", rescan=True))
+    room.harness.run(states.mark_stale("the slot is gone", rescan=True))
     told = wire.read(1000)
     assert [(one["type"], one["payload"].get("reason")) for one in told] == [("resync-required", "stale")]
     ask(place, session)

@@ -15,24 +15,24 @@ UNKNOWN = ("lagBytes", "lagChanges", "lagSeconds", "loaded", "retainedBytes", "w
 
 
 def test_a_source_that_was_not_reached_yet_knows_no_lag() -> None:
-    shown = SourceStatus(clock=SystemClock()).shown()
+    shown = SourceStatus(clock=SystemClock()).to_json()
     assert {name: shown[name] for name in UNKNOWN} == dict.fromkeys(UNKNOWN)
 
 
 def test_a_source_that_has_read_everything_has_no_lag() -> None:
     status = SourceStatus(clock=SystemClock(), connected=True)
-    assert (status.shown()["lagChanges"], status.shown()["lagSeconds"]) == (None, None)
-    status.caught_up(all_read=True)
-    assert (status.shown()["lagChanges"], status.shown()["lagSeconds"]) == (0, 0.0)
+    assert (status.to_json()["lagChanges"], status.to_json()["lagSeconds"]) == (None, None)
+    status.set_caught_up(all_read=True)
+    assert (status.to_json()["lagChanges"], status.to_json()["lagSeconds"]) == (0, 0.0)
     status.connected = False
-    assert (status.shown()["lagChanges"], status.shown()["lagSeconds"]) == (None, None), (
+    assert (status.to_json()["lagChanges"], status.to_json()["lagSeconds"]) == (None, None), (
         "it may have more by now"
     )
 
 
 def test_the_command_line_says_what_is_not_known(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     status: dict[str, Any] = {
-        **SourceStatus(clock=SystemClock()).shown(),
+        **SourceStatus(clock=SystemClock()).to_json(),
         "phase": "new",
         "reason": None,
         "token": "-",

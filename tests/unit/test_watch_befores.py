@@ -44,10 +44,10 @@ def test_the_oldest_go_first(bounds: BeforeImageLimits) -> None:
     assert len(befores) == 4
     assert befores.size_bytes == 4 * (50 + ENTRY_BYTES)
     assert [seq for seq in range(1, 11) if befores.find(seq % 2, seq) is not None] == [7, 8, 9, 10]
-    assert befores.forgotten == [6, 5]
-    assert befores.reaches([6, 5])
-    assert not befores.reaches([5, 5])
-    assert not befores.reaches([6, 4])
+    assert befores.evicted == [6, 5]
+    assert befores.covers([6, 5])
+    assert not befores.covers([5, 5])
+    assert not befores.covers([6, 4])
 
 
 def test_w28_only_what_is_remembered_can_be_resumed(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_w28_only_what_is_remembered_can_be_resumed(tmp_path: Path) -> None:
         room.write(("put", "c/a", {"n": number % 2 * 10}))
     collection = room.book.find(DATABASE, "c")
     assert collection is not None
-    assert collection.befores is not None
-    assert len(collection.befores) == 3
+    assert collection.before_images is not None
+    assert len(collection.before_images) == 3
     for behind, token in enumerate(reversed(tokens), start=1):
         session, wire = room.connect()
         given = {"subId": "s", "token": token, **asked}
@@ -92,7 +92,13 @@ def test_a_log_without_images_is_told_from_one_that_has_them(tmp_path: Path) -> 
         log.reader.read_labelled(log.existing("__changes__/default/c/0"), 0, 1 << 20, 100)
     )
     changes = [decode_change(bytes(raw), 0, seq, 0) for seq, raw in enumerate(page.parts, start=1)]
-    assert [change is not None and change.is_half for change in changes] == [False, True, False, False, False]
+    assert [change is not None and change.lacks_before_image for change in changes] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert changes[1] is not None
     with pytest.raises(BeforeUnknownError):
         _ = changes[1].before

@@ -47,17 +47,17 @@ def test_a_worn_filter_says_so() -> None:
     bloom = BloomFilter(0.0)
     for number in range(10):
         bloom.add(b"%d" % number)
-    assert not bloom.is_worn(1.0)
-    assert bloom.is_worn(24 * 3600.0), "it is old"
+    assert not bloom.needs_rebuild(1.0)
+    assert bloom.needs_rebuild(24 * 3600.0), "it is old"
     for _ in range(6):
         bloom.discard()
-    assert bloom.is_worn(1.0), "half of it is nobody's any more"
+    assert bloom.needs_rebuild(1.0), "half of it is nobody's any more"
     wrong = BloomFilter(0.0)
     wrong.add(b"x")
     chance = random.Random(3)
     for _ in range(SAMPLES_MIN):
-        wrong.checked(chance.random() < 0.3, really=False)
-    wrong.checked(found=True, really=True)
+        wrong.record_check(chance.random() < 0.3, really=False)
+    wrong.record_check(found=True, really=True)
     assert wrong.false_ratio > FALSE_POSITIVE_MAX
-    assert wrong.is_worn(1.0), "too many answers were wrong"
+    assert wrong.needs_rebuild(1.0), "too many answers were wrong"
     assert [wrong.is_sampled() for _ in range(SAMPLE_INTERVAL)].count(True) == 1

@@ -60,7 +60,7 @@ class Reader:
     def step(self, examined: ExaminedRanges, page: int = 3) -> None:
         if self.at >= LENGTH:
             return
-        ahead = examined.ahead(self._key, 5, 0, self.at)
+        ahead = examined.relevant_after(self._key, 5, 0, self.at)
         assert ahead is None or ahead.last > self.at, "it always gets on"
         if ahead is not None and ahead.seqs is not None:
             last = min(ahead.last, LENGTH)
@@ -93,7 +93,7 @@ def test_w40_lost_repeated_and_reordered_batches(
     readers = [Reader(key, at, matches) for key, at in positions.items()]
     for number in arrivals:
         if number < len(batches):
-            examined.take(batches[number])
+            examined.add_batch(batches[number])
         else:
             readers[number % len(readers)].step(examined)
     for reader, (key, at) in zip(readers, positions.items(), strict=True):
@@ -105,10 +105,12 @@ def test_w40_lost_repeated_and_reordered_batches(
 @given(matching, st.lists(st.tuples(st.integers(1, LENGTH), st.integers(1, LENGTH)), max_size=12))
 def test_w40_overlapping_ranges(matches: Matches, ranges: list[tuple[int, int]]) -> None:
     examined = ExaminedRanges(1)
-    extents = [examined.take(batch_of(min(one, other), max(one, other), matches)) for one, other in ranges]
+    extents = [
+        examined.add_batch(batch_of(min(one, other), max(one, other), matches)) for one, other in ranges
+    ]
     for extent in extents[::3]:
         if extent is not None:
-            examined.drop(extent)
+            examined.evict(extent)
     for key in SUBS:
         reader = Reader(key, 0, matches)
         while reader.at < LENGTH:
@@ -118,33 +120,35 @@ def test_w40_overlapping_ranges(matches: Matches, ranges: list[tuple[int, int]])
 
 def test_a_hole_is_found_by_the_range_that_was_examined() -> None:
     examined = ExaminedRanges(1)
-    assert examined.take(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is not None
-    assert examined.ahead("c/1", 5, 0, 4) == RelevantRange(7, None), "nobody has looked at 5 to 7"
-    assert examined.ahead("c/1", 5, 0, 7) == RelevantRange(12, (9,))
-    assert examined.ahead("c/1", 5, 0, 9) == RelevantRange(12, ())
-    assert examined.ahead("c/3", 5, 0, 9) == RelevantRange(12, ()), "nothing matched, but it was looked at"
-    assert examined.ahead("c/1", 5, 0, 12) is None
-    assert examined.ahead("c/1", 5, 1, 7) is None, "another partition"
-    assert examined.take(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is None, "once is enough"
+    assert examined.add_batch(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is not None
+    assert examined.relevant_after("c/1", 5, 0, 4) == RelevantRange(7, None), "nobody has looked at 5 to 7"
+    assert examined.relevant_after("c/1", 5, 0, 7) == RelevantRange(12, (9,))
+    assert examined.relevant_after("c/1", 5, 0, 9) == RelevantRange(12, ())
+    assert examined.relevant_after("c/3", 5, 0, 9) == RelevantRange(12, ()), (
+        "nothing matched, but it was looked at"
+    )
+    assert examined.relevant_after("c/1", 5, 0, 12) is None
+    assert examined.relevant_after("c/1", 5, 1, 7) is None, "another partition"
+    assert examined.add_batch(batch_of(8, 12, {9: ("c/1",), 11: ("c/2",)})) is None, "once is enough"
 
 
 def test_who_was_not_known_to_the_job_reads_for_itself() -> None:
     examined = ExaminedRanges(1)
-    examined.take(batch_of(1, 9, {3: ("c/1",)}, as_of=6))
-    assert examined.ahead("c/1", 6, 0, 0) == RelevantRange(9, (3,))
-    assert examined.ahead("c/1", 7, 0, 0) is None
-    examined.take(batch_of(4, 9, {}, as_of=8))
-    assert examined.ahead("c/1", 7, 0, 0) == RelevantRange(3, None)
-    assert examined.ahead("c/1", 7, 0, 3) == RelevantRange(9, ())
+    examined.add_batch(batch_of(1, 9, {3: ("c/1",)}, as_of=6))
+    assert examined.relevant_after("c/1", 6, 0, 0) == RelevantRange(9, (3,))
+    assert examined.relevant_after("c/1", 7, 0, 0) is None
+    examined.add_batch(batch_of(4, 9, {}, as_of=8))
+    assert examined.relevant_after("c/1", 7, 0, 0) == RelevantRange(3, None)
+    assert examined.relevant_after("c/1", 7, 0, 3) == RelevantRange(9, ())
 
 
 def test_who_has_lost_the_partition_is_not_heard() -> None:
     examined = ExaminedRanges(1)
-    assert examined.take(batch_of(1, 5, {}, epoch=3)) is not None
-    assert examined.take(batch_of(6, 9, {7: ("c/1",)}, epoch=2)) is None
-    assert examined.take(batch_of(6, 9, {7: ("c/1",)}, generation=2)) is None
-    assert examined.take(batch_of(9, 6, {})) is None
-    assert examined.take(batch_of(6, 9, {7: ("c/1",)}, epoch=3)) is not None
+    assert examined.add_batch(batch_of(1, 5, {}, epoch=3)) is not None
+    assert examined.add_batch(batch_of(6, 9, {7: ("c/1",)}, epoch=2)) is None
+    assert examined.add_batch(batch_of(6, 9, {7: ("c/1",)}, generation=2)) is None
+    assert examined.add_batch(batch_of(9, 6, {})) is None
+    assert examined.add_batch(batch_of(6, 9, {7: ("c/1",)}, epoch=3)) is not None
 
 
 def test_the_form_on_the_wire() -> None:

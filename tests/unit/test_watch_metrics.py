@@ -81,7 +81,7 @@ def test_what_is_watched_no_more_is_still_counted(tmp_path: Path) -> None:
     candidates = room.telemetry.watch_match_candidates
     before = counted(candidates, (DATABASE, "c"))
     assert before[()] == 10
-    room.harness.call(session.gone)
+    room.harness.call(session.on_gone)
     assert room.gateway.all_watched() == []
     assert counted(candidates, (DATABASE, "c")) == before
     assert counted(candidates, OTHER_LABELS) == {(): 0}
@@ -97,7 +97,7 @@ def test_a_look_for_a_sample_is_not_counted_as_matching(tmp_path: Path) -> None:
     (watched,) = room.gateway.all_watched()
     (heard,) = [one for life in room.heard.values() for one in life]
     # It has the documents before and after, which is all that an index looks at.
-    assert len(watched.matcher.candidates_of(cast("Change", heard))) == 1
+    assert len(watched.matcher.find_candidates(cast("Change", heard))) == 1
     assert counted(room.telemetry.watch_match_candidates, (DATABASE, "c")) == {(): 1}
     room.close()
 
@@ -111,18 +111,18 @@ def test_a_bloom_filter_that_is_often_wrong_burns_its_allowance(tmp_path: Path) 
     room.write(("put", "c/one", {}))
     collection, objectives = existing(room, "c"), room.gateway.objectives
     ratio = room.telemetry.watch_bloom_fp_ratio
-    assert objectives.burn(DATABASE, "c", collection)["bloom"] == 0
+    assert objectives.burn_rates(DATABASE, "c", collection)["bloom"] == 0
     assert counted(ratio, (DATABASE, "c")) == {}, "nobody has measured it"
     collection.bloom_ratio = 0.02
     assert counted(ratio, (DATABASE, "c")) == {(): 0.02}
-    assert objectives.burn(DATABASE, "c", collection)["bloom"] == pytest.approx(2)
+    assert objectives.burn_rates(DATABASE, "c", collection)["bloom"] == pytest.approx(2)
     room.configure("c", slo={"bloomRatio": 0.05})
-    assert objectives.burn(DATABASE, "c", collection)["bloom"] == pytest.approx(0.4)
+    assert objectives.burn_rates(DATABASE, "c", collection)["bloom"] == pytest.approx(0.4)
     room.configure("c", slo={"bloomRatio": 0.015})
     room.harness.call(objectives.on_tick)
-    worst = {labels[0]: burn for labels, burn in objectives.worst()}
+    worst = {labels[0]: burn for labels, burn in objectives.worst_burn_rates()}
     assert worst["bloom"] > 1
-    assert "1.50%" in objectives.reason(collection, objectives.burn(DATABASE, "c", collection))
+    assert "1.50%" in objectives.explain(collection, objectives.burn_rates(DATABASE, "c", collection))
     room.close()
 
 
@@ -131,8 +131,8 @@ def test_every_stage_that_leaves_something_out_has_a_row(tmp_path: Path) -> None
     room.write(("put", "c/one", {}))
     dropped = room.telemetry.watch_dedup_dropped
     assert counted(dropped, (DATABASE, "c")) == {(stage,): 0 for stage in STAGES}
-    room.writer.note_repeats(DATABASE, "c", "push", 2)
-    room.writer.note_repeats(DATABASE, "nowhere", "push", 1)
+    room.writer.count_repeats(DATABASE, "c", "push", 2)
+    room.writer.count_repeats(DATABASE, "nowhere", "push", 1)
     assert counted(dropped, (DATABASE, "c"))["push",] == 2
     assert counted(dropped, OTHER_LABELS)["push",] == 1
     room.close()
@@ -143,17 +143,17 @@ def test_how_far_a_source_is_behind_is_told_of_its_collections(tmp_path: Path) -
     room.write(("put", "native/one", {}), ("put", "followed/one", {}))
     status = SourceStatus(clock=room.context.clock, connected=True)
     status.lag_changes = 7
-    status.caught_up(all_read=False)
-    assert status.shown()["lagChanges"] == 7
+    status.set_caught_up(all_read=False)
+    assert status.to_json()["lagChanges"] == 7
     status.lag_changes = 0
-    status.caught_up(all_read=False)
+    status.set_caught_up(all_read=False)
     assert status.lag_changes == 1, "there is more, and nobody says how much"
     followed = existing(room, "followed")
-    followed.config = followed.config.replaced(source="pg")
+    followed.config = followed.config.with_changes(source="pg")
     room.gateway.objectives.lag_changes = lambda one: status.lag_changes if one is followed else 0
     lags = room.telemetry.watch_source_lag_changes
     assert dict(map(_joined, lags.current())) == {"followed": 1}
-    status.caught_up(all_read=True)
+    status.set_caught_up(all_read=True)
     assert dict(map(_joined, lags.current())) == {"followed": 0}
     room.close()
 

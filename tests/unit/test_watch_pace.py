@@ -50,14 +50,14 @@ def heard_over_resumes(directory: Path, kept: str) -> list[list[tuple[Any, ...]]
             for stream in filter(None, map(room.harness.find, STREAMS)):
                 room.harness.seal(stream)
         if chance.random() < 0.4:
-            room.harness.call(session.gone)
+            room.harness.call(session.on_gone)
             session, wire = room.connect()
             given = {"subId": "s", "token": token, "query": query}
             room.harness.call(lambda session=session, given=given: resume(session, "r", given))
         subscription = session.subscriptions["s"]
         room.until(lambda one=subscription: one.state == "live")
         found += events(wire)
-        token = room.harness.call(lambda one=subscription: room.gateway.position(one))
+        token = room.harness.call(lambda one=subscription: room.gateway.resume_token(one))
     room.close()
     return [[one for one in found if one[0] == partition] for partition in (0, 1)]
 

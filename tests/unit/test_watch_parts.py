@@ -87,14 +87,14 @@ def test_w21_predicates_are_moved_when_documents_are_not_what_was_guessed() -> N
     assert index.kinds["equal"] == 200, "an equality is the better guess"
     for number in range(300):
         index.sample.add({"kind": "same", "n": -number})
-    assert sum(index.refile(50) for _ in range(5)) == 200
+    assert sum(index.rebalance(50) for _ in range(5)) == 200
     assert (index.kinds["range"], index.kinds["equal"]) == (200, 0)
     found: ProbeResult[Predicate] = ProbeResult()
     index.probe({"kind": "same", "n": 10.5}, found)
     candidates = found.sure | found.maybe
     assert {one for one in predicates if one.matches({"kind": "same", "n": 10.5})} <= candidates
     assert len(candidates) < 20
-    assert index.refile(500) == 0
+    assert index.rebalance(500) == 0
     for one in predicates:
         index.discard(one)
     assert len(index) == 0
@@ -124,11 +124,11 @@ def test_windows_forget_what_is_old() -> None:
     for _ in range(9):
         window.add(0.0, bad=False)
     window.add(1.0, bad=True)
-    assert window.share(2.0) == pytest.approx(0.1)
+    assert window.bad_ratio(2.0) == pytest.approx(0.1)
     window.add(BUCKET_S * 2, bad=True)
-    assert window.share(BUCKET_S * 2) == pytest.approx(2 / 11)
-    assert window.share(BUCKET_S * (MINUTES + 1)) == 1.0, "the first minute is over"
-    assert window.share(BUCKET_S * 20) == 0.0
+    assert window.bad_ratio(BUCKET_S * 2) == pytest.approx(2 / 11)
+    assert window.bad_ratio(BUCKET_S * (MINUTES + 1)) == 1.0, "the first minute is over"
+    assert window.bad_ratio(BUCKET_S * 20) == 0.0
 
 
 def test_w8_a_published_view_is_the_view(tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_w8_a_published_view_is_the_view(tmp_path: Path) -> None:
         )
         for place in range(1200)
     ]
-    with view.writing():
+    with view.write_transaction():
         view.apply(number, rows, (), {0: 1198, 1: 1199, 2: 1200})
-        view.note_purged(number, 1, PurgedTombstones(9, 44))
-        view.note_purged(number, 1, PurgedTombstones(4, 50))
+        view.record_purged(number, 1, PurgedTombstones(9, 44))
+        view.record_purged(number, 1, PurgedTombstones(4, 50))
     with open_snapshot(tmp_path / "view.db") as moment:
         parts = [document_view.encode_part(part) for part in document_view.view_parts(moment, number)]
         assert moment.positions(number, 3) == [1198, 1199, 1200]

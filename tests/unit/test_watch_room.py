@@ -113,7 +113,7 @@ def test_w33_what_can_wait_is_shed_first(tmp_path: Path) -> None:
         assert states("normal") == states("high") == {"live"}
     session, _ = room.connect()
     asked = {"query": {"collection": "c"}, "priority": "low"}
-    with pytest.raises(Exception, match="too much unsent"):
+    with pytest.raises(Exception, match="too many unsent bytes"):
         room.harness.call(lambda: subscribe(session, "late", asked))
     for _, wire in pairs:
         wire.read(10_000)
@@ -134,11 +134,11 @@ def test_a_collection_behind_its_source_breaks_a_promise_before_anybody_is_told(
     collection = room.book.find(DATABASE, "c")
     assert collection is not None
     objectives.lag_ms = lambda _: 5000.0
-    burn = objectives.burn(DATABASE, "c", collection)
+    burn = objectives.burn_rates(DATABASE, "c", collection)
     assert burn == {"delivery": 0.0, "resume": 0.0, "lag": 2.5, "bloom": 0.0}
-    assert objectives.reason(collection, burn) == "It is more than 2000 ms behind its source."
+    assert objectives.explain(collection, burn) == "The collection is more than 2000 ms behind its source."
     room.harness.call(objectives.on_tick)
-    assert (["lag"], 2.5) in objectives.worst()
+    assert (["lag"], 2.5) in objectives.worst_burn_rates()
     room.close()
 
 
@@ -154,11 +154,11 @@ def test_a_broken_promise_is_told_and_what_can_wait_does(tmp_path: Path) -> None
     now_ms = room.harness.clock.now_ns() // 1_000_000
 
     def burn() -> float:
-        return gateway.objectives.burn(DATABASE, "c", collection)["delivery"]
+        return gateway.objectives.burn_rates(DATABASE, "c", collection)["delivery"]
 
     def deliver(late_ms: int, times: int) -> None:
         for _ in range(times):
-            gateway.objectives.delivered(watched, now_ms - late_ms)
+            gateway.objectives.record_delivery(watched, now_ms - late_ms)
 
     deliver(late_ms=101, times=19)
     assert burn() == 0.0, "too few to say anything"
@@ -168,8 +168,8 @@ def test_a_broken_promise_is_told_and_what_can_wait_does(tmp_path: Path) -> None
     room.harness.call(gateway.objectives.on_tick)
     assert gateway.demotions == 1, "the one that can wait, and it comes back when it has caught up"
     assert session.subscriptions["normal"].state == "live"
-    assert "100 ms" in gateway.objectives.reason(
-        collection, gateway.objectives.burn(DATABASE, "c", collection)
+    assert "100 ms" in gateway.objectives.explain(
+        collection, gateway.objectives.burn_rates(DATABASE, "c", collection)
     )
     room.until(lambda: session.subscriptions["low"].state == "live")
     deliver(late_ms=100, times=5000)
@@ -200,9 +200,9 @@ def test_w49_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
                 sent[envelope["payload"]["delta"]["op"]] += len(envelope["subIds"])
     assert room.gateway.deliveries == sent
     heard = [one for life in room.heard.values() for one in life]
-    tally = room.book.tallies.of(room.book.find(DATABASE, "c"))
+    tally = room.book.counters.for_collection(room.book.find(DATABASE, "c"))
     assert tally.changes.total() == len(heard)
-    candidates, hits, _ = room.gateway.matched()[tally.labels]
+    candidates, hits, _ = room.gateway.match_counts()[tally.labels]
     assert candidates >= hits > 0
     assert sum(tally.latency.counts) == len(heard)
     room.close()
@@ -316,19 +316,19 @@ def test_summaries_are_written_anew_so_that_older_ones_may_go(tmp_path: Path) ->
     ask(room, session, "s")
     subscription = session.subscriptions["s"]
     summaries = SubscriptionSummaries(room.context, room.gateway)
-    first = room.harness.run(summaries.announce(60, ANONYMOUS))
+    first = room.harness.run(summaries.request_summaries(60, ANONYMOUS))
     stream = room.harness.log.find(summaries.stream)
     assert stream is not None
-    assert subscription.written == stream.visible == 3, "a mark, one subscription, and that all is said"
+    assert subscription.summary_entry == stream.visible == 3, "a mark, one subscription, and that all is said"
     assert [one.number for one in summaries.bounds()] != [stream.number]
-    again = room.harness.run(summaries.announce(60, ANONYMOUS))
+    again = room.harness.run(summaries.request_summaries(60, ANONYMOUS))
     assert (first["subscriptions"], again["subscriptions"]) == (1, 1)
     before = stream.visible
     assert before == 4, "nothing has changed"
     room.harness.clock.advance(3600)
-    room.harness.run(summaries.announce(60, ANONYMOUS))
+    room.harness.run(summaries.request_summaries(60, ANONYMOUS))
     assert stream.visible == before + 3
-    assert subscription.written == 3, "it has been known since then"
+    assert subscription.summary_entry == 3, "it has been known since then"
     bounds = {one.number: one.upto for one in summaries.bounds()}
     assert bounds[stream.number] == before
     room.harness.call(summaries.stop)

@@ -76,18 +76,18 @@ def again(summary: SubscriptionSummary) -> SubscriptionSummary:
 def test_what_was_written_down_decides_the_same(query: dict[str, Any]) -> None:
     asked = read_query({"collection": "c", **query}, live=True)
     original = build_predicate(asked.parts, None, asked.documents)
-    read = interest_from_summary(again(summary_of(query))).whole
+    read = interest_from_summary(again(summary_of(query))).predicate
     assert read.hash == original.hash
     assert [read.matches(one) for one in DOCUMENTS] == [original.matches(one) for one in DOCUMENTS]
 
 
 def test_a_rule_is_written_down_as_what_it_comes_to() -> None:
     auth = {"userId": "u", "roles": ["r"], "claims": {"org": 1, "ssn": "never-read"}}
-    rule = AccessRule("doc.org.id == request.auth.claims.org", "readRule").part_for(auth, "read")
+    rule = AccessRule("doc.org.id == request.auth.claims.org", "readRule").predicate_part(auth, "read")
     summary = again(summary_of({"filters": [{"field": "n", "op": "==", "value": 7}]}, rule))
     assert b"never-read" not in msgspec.json.encode(summary)
     interest = interest_from_summary(summary)
-    assert [interest.whole.matches(one) for one in DOCUMENTS] == [True, False, False, False, False]
+    assert [interest.predicate.matches(one) for one in DOCUMENTS] == [True, False, False, False, False]
     assert interest.rule is not None
     assert [interest.rule.matches(one) for one in DOCUMENTS[:2]] == [True, False]
 
@@ -146,7 +146,7 @@ def test_masked_queries_find_the_same_masked_documents(query: dict[str, Any]) ->
     for secret in (b"ada@example.com", b'"a"', b"red", b"7"):
         text = msgspec.json.encode([masked.parts, masked.predicate, masked.documents])
         assert secret not in text or secret == b"7", text
-    plain, hidden = interest_from_summary(summary).whole, interest_from_summary(masked).whole
+    plain, hidden = interest_from_summary(summary).predicate, interest_from_summary(masked).predicate
     for one in DOCUMENTS:
         assert hidden.matches(mask.document(one, set())) == plain.matches(one), one
 

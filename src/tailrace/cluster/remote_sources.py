@@ -71,7 +71,7 @@ class SourceServer:
             elif asked.known >= origin.visible and not origin.gone:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(WAIT_S):
-                        await origin.news()
+                        await origin.wait_for_entries()
         finally:
             origin.close()
         told = SourceResponse(
@@ -119,7 +119,7 @@ class RemoteOrigin:
         await self.ask(SourceRequest(self._name, after, bytes_max, entries_max))
         return [OriginEntry(*row) for row in self._told.entries]
 
-    async def news(self) -> None:
+    async def wait_for_entries(self) -> None:
         await self.ask(SourceRequest(self._name, known=self._told.visible))
 
     def close(self) -> None:

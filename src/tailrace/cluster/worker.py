@@ -106,7 +106,7 @@ class WorkerServer(Server):
         if self.index == FIRST_WORKER:
             self._spread = pipeline.ClusterPipeline(self.pipeline, circle, self._homes)
             self._front.pipeline = self._spread.serve
-            self.watch.sources.elsewhere = remote_sources.RemoteOrigins(self.log, circle, self._homes).find
+            self.watch.sources.open_remote = remote_sources.RemoteOrigins(self.log, circle, self._homes).find
         self._feed = feed.TailFeed(self.log, loop, self.app.guard.check)
         self._incoming = system_streams.EventReceiver(self.log, self._prepare)
         self._outgoing = system_streams.EventSender(self.log, self.index, self.peers[FIRST_WORKER])

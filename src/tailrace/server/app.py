@@ -180,7 +180,7 @@ class TailraceApp:
         self.touch.end_all()
         self.live.end_all()
         if self.watch is not None:
-            self.watch.end_live()
+            self.watch.close_live()
         if self.hub is not None:
             self.hub.end_live()
         self.adoptions.end_all()

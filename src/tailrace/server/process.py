@@ -205,7 +205,7 @@ class Server:
             self.app.health.more = self.hub.routes.health
         self._checkpoints = CheckpointService(self.log)
         self.sealing = SealingService(self.log, settings, directory.deployment, loop)
-        self.watch.care.connect(self.sealing)
+        self.watch.maintenance.connect(self.sealing)
         self.hub.connect(self.sealing)
         limits = settings.limits
         self._cold = ColdReader(

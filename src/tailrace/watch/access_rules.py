@@ -1,9 +1,4 @@
-"""Read and write rules of a collection, evaluated for an identity.
-
-Rules of a collection: who may read or write what. Absent allows, an error denies.
-
-What the rules of a collection let somebody see and do.
-"""
+"""Read and write rules of a collection, evaluated for an identity. No rule allows, an error denies."""
 
 from __future__ import annotations
 
@@ -36,35 +31,35 @@ from tailrace.watch.predicate import Predicate, PredicatePart
 
 RuleAuth = dict[str, Any]
 NO_AUTH: Final[RuleAuth] = {}
-# Claims that differ from one token to the next of the same person.
+# Claims that differ between tokens of the same identity.
 _TOKEN_CLAIMS: Final = frozenset({"exp", "iat", "nbf", "jti"})
 
 
 class AccessRule:
-    """One rule: its text, and what it comes to for somebody."""
+    """One compiled rule; `auth` is the identity it is evaluated for."""
 
     def __init__(self, source: str, name: str) -> None:
         self.source = source
         self._node, self._program = compile_cel(source, rule=True, name=name)
 
-    def part_for(self, auth: RuleAuth, method: str) -> PredicatePart:
-        """The rule as a predicate on documents: what it says about the asker is worked out once."""
+    def predicate_part(self, auth: RuleAuth, method: str) -> PredicatePart:
+        """The rule as a predicate on documents, with the parts about the identity evaluated."""
         request = {"auth": auth, "method": method}
         return PredicatePart(_fold_request(self._node, request), self._program, {"request": request})
 
     def allows(self, auth: RuleAuth, method: str, flat: Document) -> bool:
         try:
-            return Predicate([self.part_for(auth, method)]).matches(flat)
+            return Predicate([self.predicate_part(auth, method)]).matches(flat)
         except CostExceededError:
             return False
 
-    def meaning(self, auth: RuleAuth) -> bytes:
-        """What the rule comes to for a reader. A token that was only renewed comes to the same."""
+    def fingerprint(self, auth: RuleAuth) -> bytes:
+        """A hash of the rule for a reader; a renewed token with equal claims has the same."""
         claims = cast("dict[str, Any]", auth.get("claims", {}))
         left_out = {name for name in _TOKEN_CLAIMS if name not in self.source}
         seen = {**auth, "claims": {name: claims[name] for name in claims.keys() - left_out}}
-        part = self.part_for(seen, "read")
-        # What could not be worked out beforehand may look at anything.
+        part = self.predicate_part(seen, "read")
+        # Parts that could not be evaluated may depend on any claim.
         rest = seen if _mentions(part.node, REQUEST) else {}
         raw = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
         return hashlib.sha256(Predicate([part]).hash + raw).digest()[:16]
@@ -77,7 +72,7 @@ def _mentions(node: Node, name: str) -> bool:
 
 
 def _fold_request(node: Node, request: dict[str, Any]) -> Node:
-    """The tree with every path into the request replaced by its value, where it has one."""
+    """The tree with every path into the request replaced by its value, if it has one."""
     found = _lookup(node, request)
     if found is not None:
         return found
@@ -125,7 +120,7 @@ RULES_CACHED_MAX: Final = 1000
 
 
 class AccessRules:
-    """Rules by their text, compiled once."""
+    """Compiled rules by source text."""
 
     def __init__(self) -> None:
         self._rules: OrderedDict[str, AccessRule] = OrderedDict()
@@ -138,30 +133,30 @@ class AccessRules:
                 self._rules.popitem(last=False)
         return found
 
-    def read_part(self, identity: Identity, collection: Collection | None) -> PredicatePart | None:
-        """The read rule as one more condition on documents; None if there is no rule."""
+    def read_predicate_part(self, identity: Identity, collection: Collection | None) -> PredicatePart | None:
+        """The read rule as a predicate part; None if there is no rule."""
         source = None if collection is None else collection.config.read_rule
         if source is None:
             return None
-        return self.rule(source, "readRule").part_for(rule_auth(identity), "read")
+        return self.rule(source, "readRule").predicate_part(rule_auth(identity), "read")
 
     def read_digest(self, identity: Identity, collection: Collection | None) -> bytes:
-        """Changes when what the identity may read could."""
+        """Changes whenever what the identity may read could change."""
         source = None if collection is None else collection.config.read_rule
         if collection is None or source is None:
             return b""
         version = collection.config.rule_version.to_bytes(8, "big")
-        return version + self.rule(source, "readRule").meaning(rule_auth(identity))
+        return version + self.rule(source, "readRule").fingerprint(rule_auth(identity))
 
-    def read_meaning(self, identity: Identity, collection: Collection | None) -> bytes:
-        """Changes when what the identity may read does; empty if there is no rule."""
+    def read_fingerprint(self, identity: Identity, collection: Collection | None) -> bytes:
+        """Changes only when what the identity may read changes; empty without a rule."""
         source = None if collection is None else collection.config.read_rule
         if source is None:
             return b""
-        return self.rule(source, "readRule").meaning(rule_auth(identity))
+        return self.rule(source, "readRule").fingerprint(rule_auth(identity))
 
     def readable(self, identity: Identity, collection: Collection, flat: Document) -> bool:
-        part = self.read_part(identity, collection)
+        part = self.read_predicate_part(identity, collection)
         if part is None:
             return True
         try:
@@ -169,25 +164,25 @@ class AccessRules:
         except CostExceededError:
             return False
 
-    def writing(
+    def write_check(
         self, identity: Identity
     ) -> Callable[[Collection, str, Document | None, Document | None], None]:
-        """A check of each write: the rule has to hold on what there was and on what there will be."""
+        """A check for writes: the rule must hold for the document before and after."""
 
         def check(collection: Collection, method: str, old: Document | None, new: Document | None) -> None:
-            source = collection.decided.write_rule  # which may not be durable yet, as this write is not
+            source = collection.effective_config.write_rule  # possibly not durable yet, like this write
             if source is None:
                 return
             rule, auth = self.rule(source, "writeRule"), rule_auth(identity)
             images = [image for image in (old, new) if image is not None]
             if not images or not all(rule.allows(auth, method, image) for image in images):
-                raise TailraceError("forbidden", "the write rule of the collection says no")
+                raise TailraceError("forbidden", "the write rule of the collection denies this write")
 
         return check
 
 
 def rule_auth(identity: Identity) -> RuleAuth:
-    """`request.auth`; empty without authentication, so that a rule that reads it denies."""
+    """`request.auth`; empty without authentication, so rules that read it deny."""
     if identity.anonymous:
         return NO_AUTH
     claims: dict[str, Any] = orjson.loads(identity.claims)

@@ -1,8 +1,7 @@
-"""`__audit__`: who began to watch what, which rules changed, what could not be resumed.
+"""The audit stream `__audit__`: subscriptions, rule changes and failed resumes.
 
-Predicates are written down by their hash and their shape; values that somebody compares with are nobody's
-business. Events are gathered for a moment and appended together; when they come faster than they can be
-written, the oldest are kept and the number of the others is told.
+Predicates are recorded by hash and shape, without the values of users. Events are buffered shortly and
+appended together; if they arrive faster than they can be written, the newest are dropped and counted.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tailrace.watch")
 
 FLUSH_DELAY_S: Final = 0.1
-EVENTS_MAX: Final = 20_000  # that wait to be written
-ENTRIES_MAX: Final = 1000  # in one record
+EVENTS_MAX: Final = 20_000  # buffered
+ENTRIES_MAX: Final = 1000  # per record
 SHAPE_CHARS_MAX: Final = 500
 
 Json = dict[str, Any]
 
 
 class AuditLog:
-    """Owned by the loop thread."""
+    """Buffers and appends audit events. Owned by the loop thread."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -53,7 +53,7 @@ class AuditLog:
         return self._retention_ms > 0
 
     def event(self, event: str, collection: Collection | None, details: Json, principal: str = "") -> None:
-        """Something about a collection, or about none."""
+        """Record an event, about a collection if given."""
         database = None if collection is None else collection.database
         name = None if collection is None else collection.name
         self._add(event, principal, database, name, None, details)
@@ -65,7 +65,7 @@ class AuditLog:
         details: Json = {"connection": subscription.session.id}
         if event == "subscription.created":
             shapes = sorted(expression_shape(part.node) for part in subscription.query.parts)
-            details["predicate"] = subscription.interest.whole.hash.hex()
+            details["predicate"] = subscription.interest.predicate.hash.hex()
             details["shape"] = " && ".join(shapes)[:SHAPE_CHARS_MAX]
         principal = "" if identity is None else identity.sub
         self._add(event, principal, watched.database, watched.name, subscription.id, details)
@@ -112,24 +112,27 @@ class AuditLog:
             return
         try:
             append_to_streams(
-                self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._written, None
+                self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._on_written, None
             )
-        except TailraceError as refusal:
-            self._lost(len(entries), refusal)
+        except TailraceError as error:
+            self._count_dropped(len(entries), error)
             return
         stream = self._log.find(AUDIT_STREAM)
-        wanted = Lifetime(retention_s=-(-self._retention_ms // 1000))
-        if stream is not None and stream.lifetime != wanted:
-            # How much of it is kept is a setting, which may be another one after a restart.
-            stream.lifetime = wanted
+        expected = Lifetime(retention_s=-(-self._retention_ms // 1000))
+        if stream is not None and stream.lifetime != expected:
+            # The retention is a setting, which may have changed since the last start.
+            stream.lifetime = expected
         if self._waiting:
             self._timer = self._context.loop.call_later(FLUSH_DELAY_S, self.flush)
 
-    def _written(self, _: Transaction, error: TailraceError | None) -> None:
+    def _on_written(self, _: Transaction, error: TailraceError | None) -> None:
         if error is not None:
-            self._lost(ENTRIES_MAX, error)
+            self._count_dropped(ENTRIES_MAX, error)
 
-    def _lost(self, count: int, refusal: TailraceError) -> None:
+    def _count_dropped(self, count: int, error: TailraceError) -> None:
         if not self.dropped:
-            logger.warning("audit events cannot be written: %s", refusal.message)
+            logger.warning(
+                "cannot write audit events, dropping them",
+                extra=log_fields(events=count, error=error.message),
+            )
         self.dropped += count

@@ -1,12 +1,8 @@
 """CEL expressions: the syntax tree, its JSON form, and parsing and checking of CEL text.
 
-Expressions as trees, whatever they were written as: filters, CEL text, or rules.
-
-Expressions as JSON, so that they are decided elsewhere exactly as they are here.
-
-CEL text to trees, by the library: it parses and checks, we walk what it made of it.
-
-The library is an extra. Without it everything else of this room works; only text needs it.
+Filters, CEL text and rules all become the same trees. The JSON form lets other processes evaluate an
+expression identically. CEL text is parsed and checked by the CEL library, an extra; everything else works
+without it.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ REQUEST: Final = "request"
 
 
 class Const(msgspec.Struct, frozen=True, eq=False):
-    """A value: what JSON can say, or an unsigned integer."""
+    """A JSON value or an unsigned integer."""
 
     value: Any
     kind: ConstKind = "json"
@@ -46,7 +42,7 @@ class Ident(msgspec.Struct, frozen=True, eq=False):
 
 
 class Select(msgspec.Struct, frozen=True, eq=False):
-    """`operand.field`, or with `test` whether it is there."""
+    """`operand.field`; with `test`, whether the field exists."""
 
     operand: Node
     field: str
@@ -54,26 +50,22 @@ class Select(msgspec.Struct, frozen=True, eq=False):
 
 
 class Call(msgspec.Struct, frozen=True, eq=False):
-    """A function or operator by CEL's name for it; the target of a method is its first argument."""
+    """A function or operator by its CEL name; the target of a method is the first argument."""
 
     function: str
     args: tuple[Node, ...]
 
 
 class ListLiteral(msgspec.Struct, frozen=True, eq=False):
-    """A list literal."""
-
     items: tuple[Node, ...]
 
 
 class MapLiteral(msgspec.Struct, frozen=True, eq=False):
-    """A map literal."""
-
     entries: tuple[tuple[Node, Node], ...]
 
 
 class Quantified(msgspec.Struct, frozen=True, eq=False):
-    """`range.exists(variable, condition)` and its kind."""
+    """`range.exists(variable, condition)`, `all` or `exists_one`."""
 
     quantifier: Quantifier
     variable: str
@@ -103,7 +95,7 @@ def path_node(path: tuple[str, ...]) -> Node:
 
 
 def field_path(node: Node) -> tuple[str, ...] | None:
-    """The field of the document that a node stands for, if it is nothing else."""
+    """The field path if the node is a plain field of the document."""
     names: list[str] = []
     while True:
         if isinstance(node, Select) and not node.test:
@@ -126,7 +118,7 @@ def _is_text(node: Node) -> bool:
 
 
 def as_constant(node: Node) -> Const | None:
-    """The node as a value, list literals of values included."""
+    """The node as a constant; list literals of constants included."""
     if isinstance(node, Const):
         return node
     if isinstance(node, ListLiteral):
@@ -151,14 +143,14 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def flatten_operands(node: Node, function: str) -> list[Node]:
-    """The parts of a chain of one operator, from left to right."""
+    """The operands of a chain of one operator, from left to right."""
     if isinstance(node, Call) and node.function == function:
         return [part for argument in node.args for part in flatten_operands(argument, function)]
     return [node]
 
 
 def conjoin(nodes: list[Node]) -> Node:
-    """All of them."""
+    """The conjunction of the nodes."""
     if not nodes:
         return TRUE
     found = nodes[0]
@@ -168,7 +160,7 @@ def conjoin(nodes: list[Node]) -> Node:
 
 
 def expression_shape(node: Node) -> str:
-    """The canonical form with a question mark for each value: what is asked, not for whom or for how much."""
+    """The canonical form with a question mark for each value."""
     return canonical_text(node, _placeholder)
 
 
@@ -181,16 +173,16 @@ def _placeholder(_: Const) -> str:
     return "?"
 
 
-def canonical_text(node: Node, said: Callable[[Const], str] = _constant_text) -> str:
-    """A canonical form: equal texts mean equal values on every document.
+def canonical_text(node: Node, format_constant: Callable[[Const], str] = _constant_text) -> str:
+    """A canonical form: equal texts give equal values on every document.
 
-    Operands of AND and OR are sorted and said once; a constant stands on the right of a comparison.
+    Operands of AND and OR are sorted without duplicates; constants are on the right of comparisons.
     """
     if isinstance(node, Const):
-        return said(node)
+        return format_constant(node)
 
     def inner(child: Node) -> str:
-        return canonical_text(child, said)
+        return canonical_text(child, format_constant)
 
     if isinstance(node, Ident):
         return node.name
@@ -215,21 +207,21 @@ def canonical_text(node: Node, said: Callable[[Const], str] = _constant_text) ->
 
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Trees are whatever JSON holds.
+# Trees are any JSON.
 
 
 ExpressionJson = list[Any]
 
 
 class ExpressionDecodeError(ValueError):
-    """Not an expression that this version knows."""
+    """The form of an expression is unknown to this version."""
 
 
 def encode_expression(node: Node) -> ExpressionJson:
     if isinstance(node, Const):
         value: Any = node.value
         if type(value) is float and not math.isfinite(value):
-            return ["double", repr(value)]  # which JSON cannot say
+            return ["double", repr(value)]  # not representable in JSON
         return ["const", node.kind, value]
     if isinstance(node, Ident):
         return ["ident", node.name]
@@ -273,7 +265,7 @@ def decode_expression(tree: ExpressionJson) -> Node:
         ]:
             return Quantified(quantifier, variable, decode_expression(over), decode_expression(condition))
         case _:
-            raise ExpressionDecodeError("the expression has a form that this version does not know")
+            raise ExpressionDecodeError("unknown form of expression")
 
 
 TEXT_BYTES_MAX: Final = 4096
@@ -303,12 +295,12 @@ def query_too_complex(message: str) -> TailraceError:
 
 @cache
 def cel_environments() -> tuple[cel.Env, cel.Env]:
-    """For predicates, which know the document, and for rules, which also know who asks."""
+    """The environments of predicates (with `doc`) and of rules (also with `request`)."""
     try:
         from cel_expr_python import cel  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
         raise TailraceError(
-            "not_installed", "expressions need the extra 'watch': pip install 'tailrace[watch]'"
+            "not_installed", "CEL expressions require the extra 'watch': pip install 'tailrace[watch]'"
         ) from None
     doc = cel.Type.Map(cel.Type.STRING, cel.Type.DYN)
     return (
@@ -318,18 +310,18 @@ def cel_environments() -> tuple[cel.Env, cel.Env]:
 
 
 class CelProgram:
-    """An expression as the library runs it: the reference, and the way for what is not lowered."""
+    """An expression run by the CEL library: the reference, and the fallback for what is not compiled."""
 
     def __init__(self, expression: cel.Expression, source: str) -> None:
         self._expression = expression
-        self.source = source  # so that it can be run elsewhere, too
+        self.source = source  # sent to other processes
 
     def value(self, **variables: Any) -> tuple[str, Any]:
-        """Type and value; the type is ERROR if there is none."""
+        """Type and value; the type is ERROR if the evaluation fails."""
         try:
             found = self._expression.eval(data=variables)
         except RuntimeError:
-            return "ERROR", None  # some errors are no values of the library's, as a key that is there twice
+            return "ERROR", None  # some errors are exceptions, e.g. a duplicate key
         return found.type().name(), found.value()
 
     def holds(self, **variables: Any) -> bool:
@@ -338,22 +330,22 @@ class CelProgram:
 
 
 def compile_cel(source: str, *, rule: bool = False, name: str = "where") -> tuple[Node, CelProgram]:
-    """The tree and the program of an expression, or why it is none."""
+    """The tree and program of an expression; raises if it is invalid."""
     if len(source.encode("utf-8", "surrogatepass")) > TEXT_BYTES_MAX:
-        raise query_too_complex(f"{name}: an expression has at most {TEXT_BYTES_MAX} bytes")
+        raise query_too_complex(f"{name}: an expression must have at most {TEXT_BYTES_MAX} bytes")
     environment = cel_environments()[rule]
     if "\0" in source or not _is_unicode(source):
-        raise invalid_query(f"{name}: the expression is not plain text")
+        raise invalid_query(f"{name}: the expression must be Unicode text")
     if _nesting_bound(source) > 4 * DEPTH_MAX:
-        raise query_too_complex(f"{name}: an expression is at most {DEPTH_MAX} levels deep")
+        raise query_too_complex(f"{name}: an expression must have at most {DEPTH_MAX} levels")
     try:
         expression = environment.compile(source)
     except (RuntimeError, ValueError) as error:
         raise invalid_query(_first_error(str(error), name)) from None
     kind = expression.return_type().name()
     if kind not in ("BOOL", "DYN"):
-        raise invalid_query(f"{name}:1:1: the expression is a {kind.lower()}, not a truth value")
-    node = _TreeConverter(name).checked(expression.serialize())
+        raise invalid_query(f"{name}:1:1: the expression must be a bool, not a {kind.lower()}")
+    node = _TreeConverter(name).convert(expression.serialize())
     return node, CelProgram(expression, source)
 
 
@@ -366,7 +358,7 @@ def _is_unicode(source: str) -> bool:
 
 
 def _nesting_bound(source: str) -> int:
-    """An upper bound of how deep the text is nested, so that no parser has to find out."""
+    """An upper bound of the nesting, checked before the text is parsed."""
     depth = deepest = 0
     for char in source:
         if char in "([{":
@@ -378,43 +370,43 @@ def _nesting_bound(source: str) -> int:
 
 
 def _first_error(message: str, name: str) -> str:
-    """The first complaint with line and column, without the library's drawing."""
+    """The library's first error with line and column, without its source excerpt."""
     found = _ERROR_POSITION.search(message)
     if found is None:
-        return f"{name}: the expression cannot be understood"
+        return f"{name}: invalid expression"
     line, column, what = found.groups()
     return f"{name}:{line}:{column}: {what[:300]}"
 
 
 def _protobuf_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """The fields of a protobuf message: number and value, in order."""
-    place = 0
-    while place < len(data):
-        tag, place = _varint(data, place)
-        number, wire = tag >> 3, tag & 7
-        if wire == 0:
-            value, place = _varint(data, place)
+    index = 0
+    while index < len(data):
+        tag, index = _varint(data, index)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == 0:
+            value, index = _varint(data, index)
             yield number, value
-        elif wire == 2:
-            size, place = _varint(data, place)
-            yield number, data[place : place + size]
-            place += size
-        elif wire == 1:
-            yield number, data[place : place + 8]
-            place += 8
+        elif wire_type == 2:
+            size, index = _varint(data, index)
+            yield number, data[index : index + size]
+            index += size
+        elif wire_type == 1:
+            yield number, data[index : index + 8]
+            index += 8
         else:
-            yield number, data[place : place + 4]
-            place += 4
+            yield number, data[index : index + 4]
+            index += 4
 
 
-def _varint(data: memoryview, place: int) -> tuple[int, int]:
+def _varint(data: memoryview, index: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[place]
-        place += 1
+        byte = data[index]
+        index += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, place
+            return value, index
         shift += 7
 
 
@@ -434,14 +426,14 @@ def _string(data: memoryview | None) -> str:
 
 
 class _TreeConverter:
-    """From the library's checked tree to ours, refusing what the language does not have."""
+    """Converts the library's checked tree to ours; rejects unsupported constructs."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._nodes = 0
         self._variable: str | None = None
 
-    def checked(self, raw: bytes) -> Node:
+    def convert(self, raw: bytes) -> Node:
         anything = _protobuf_message(memoryview(raw))
         return self.node(_protobuf_message(anything[2])[4], 1)
 
@@ -449,7 +441,7 @@ class _TreeConverter:
         self._nodes += 1
         if self._nodes > NODES_MAX or depth > DEPTH_MAX:
             raise query_too_complex(
-                f"{self._name}: an expression has at most {NODES_MAX} nodes, {DEPTH_MAX} levels deep"
+                f"{self._name}: an expression must have at most {NODES_MAX} nodes and {DEPTH_MAX} levels"
             )
         fields = _protobuf_message(data)
         if 3 in fields:
@@ -464,14 +456,14 @@ class _TreeConverter:
         if 7 in fields:
             items = _repeated_field(fields[7], 1)
             if len(items) > ITEMS_MAX:
-                raise query_too_complex(f"{self._name}: a list has at most {ITEMS_MAX} values")
-            self._nodes -= len(items)  # a long list of values is one thing
+                raise query_too_complex(f"{self._name}: a list must have at most {ITEMS_MAX} values")
+            self._nodes -= len(items)  # a list of constants counts as one node
             return ListLiteral(tuple(self.node(item, depth + 1) for item in items))
         if 8 in fields:
             return self._map(fields[8], depth)
         if 9 in fields:
             return self._quantified(fields[9], depth)
-        raise invalid_query(f"{self._name}: the expression holds what the language does not have")
+        raise invalid_query(f"{self._name}: unsupported construct in the expression")
 
     def _constant(self, data: memoryview) -> Const:
         fields = _protobuf_message(data)
@@ -488,45 +480,47 @@ class _TreeConverter:
                 return Const(struct.unpack("<d", value)[0])
             if number == 6:
                 if len(value) > STRING_BYTES_MAX:
-                    raise query_too_complex(f"{self._name}: a text has at most {STRING_BYTES_MAX} bytes")
+                    raise query_too_complex(
+                        f"{self._name}: a string must have at most {STRING_BYTES_MAX} bytes"
+                    )
                 return Const(_string(value))
-        raise invalid_query(f"{self._name}: there are no values of this kind in the language")
+        raise invalid_query(f"{self._name}: values of this type are not supported")
 
     def _ident(self, name: str) -> Node:
         if name in ("doc", "request") or name == self._variable or name in _TYPE_NAMES:
             return Ident(name)
-        raise invalid_query(f"{self._name}: there is no {name!r}")
+        raise invalid_query(f"{self._name}: unknown name {name!r}")
 
     def _call(self, data: memoryview, depth: int) -> Node:
         fields = _protobuf_message(data)
         name = _string(fields.get(2))
         if name not in OPERATORS and name not in FUNCTIONS and name not in CONVERSIONS:
-            raise invalid_query(f"{self._name}: the language has no {name!r}")
+            raise invalid_query(f"{self._name}: {name!r} is not supported")
         args = [fields[1]] if 1 in fields else []
         args += _repeated_field(data, 3)
         if name in CONVERSIONS and len(args) != 1:
-            raise invalid_query(f"{self._name}: {name} takes one value")
+            raise invalid_query(f"{self._name}: {name} takes one argument")
         return Call(name, tuple(self.node(argument, depth + 1) for argument in args))
 
     def _map(self, data: memoryview, depth: int) -> Node:
         if _protobuf_message(data).get(1):
-            raise invalid_query(f"{self._name}: the language has no messages")
+            raise invalid_query(f"{self._name}: messages are not supported")
         entries: list[tuple[Node, Node]] = []
         for raw in _repeated_field(data, 2):
             entry = _protobuf_message(raw)
             if 3 not in entry or 5 in entry:
-                raise invalid_query(f"{self._name}: the language has no messages")
+                raise invalid_query(f"{self._name}: messages are not supported")
             entries.append((self.node(entry[3], depth + 1), self.node(entry[4], depth + 1)))
         return MapLiteral(tuple(entries))
 
     def _quantified(self, data: memoryview, depth: int) -> Node:
-        """`exists`, `all` and `exists_one` by the loops that they stand for; other loops are refused."""
+        """Recognize `exists`, `all` and `exists_one` by their comprehension; reject all others."""
         loop = _protobuf_message(data)
         variable = _string(loop.get(1))
         if self._variable is not None or 8 in loop:
             raise invalid_query(f"{self._name}: exists, all and exists_one cannot be nested")
         if variable in ("doc", "request") or variable in _TYPE_NAMES:
-            raise invalid_query(f"{self._name}: {variable!r} cannot be the name of a variable")
+            raise invalid_query(f"{self._name}: {variable!r} is not allowed as the name of a variable")
         step = _protobuf_message(loop[6])
         init = _protobuf_message(loop[4]).get(3)
         call = _protobuf_message(step[6]) if 6 in step else {}
@@ -545,4 +539,4 @@ class _TreeConverter:
                 return Quantified("exists_one", variable, over, self.node(args[0], depth + 1))
         finally:
             self._variable = None
-        raise invalid_query(f"{self._name}: the language has exists, all and exists_one, no other loops")
+        raise invalid_query(f"{self._name}: only the macros exists, all and exists_one are supported")

@@ -1,15 +1,10 @@
-"""A collection: configuration, state, counters and cached before-images.
+"""A collection: its configuration, state, counters, and cached before-images.
 
-What is counted for each collection, under labels of which there are never too many.
+Metric labels are bounded: the first collections have counters of their own, all others share one set, and a
+collection never changes sets, so no counter goes down.
 
-The first so many collections have their own; what happens in all others is counted together. Whoever is
-counted with the others stays there, so that no counter ever goes down.
-
-What documents were before their latest changes, for a collection whose log does not keep that.
-
-A collection: what is set about it, and how far its changes have been looked at.
-
-Changes that leave out what their documents were before: the view still has it when they are looked at.
+With `storeBefore: false` the log does not store what a document was before a change. It is taken from the
+document view when the change is applied, and cached for a while for readers that are behind.
 """
 
 from __future__ import annotations
@@ -33,12 +28,12 @@ from tailrace.watch.document_view import DocumentRow, DocumentView
 MetricLabels = tuple[str, str]  # database and collection
 
 OTHER_LABELS: Final[MetricLabels] = ("*", "*")  # no name has a star
-# Where something that came twice was noticed, and left out.
+# Where a duplicate was detected and dropped.
 STAGES: Final = ("source", "write", "push", "snapshot")
 
 
 class CollectionCounters:
-    """The counters behind one pair of labels."""
+    """The counters of one pair of metric labels."""
 
     __slots__ = ("bloom_rebuilds", "changes", "dropped", "labels", "latency", "matched")
 
@@ -46,7 +41,7 @@ class CollectionCounters:
         self.labels = labels
         self.changes: Counter[tuple[str, int]] = Counter()  # by op and partition
         self.dropped: dict[str, int] = dict.fromkeys(STAGES, 0)
-        # Candidates, hits and library evaluations of what is watched no more.
+        # Candidates, hits and library evaluations of matchers that are gone.
         self.matched = (0, 0, 0)
         self.latency = Histogram(MATCH_BUCKETS_S)
         self.bloom_rebuilds = 0
@@ -57,40 +52,40 @@ class CollectionCounters:
 
 
 class CounterRegistry:
-    """Owned by the loop thread."""
+    """The counters of all collections. Owned by the loop thread."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.others = CollectionCounters(OTHER_LABELS)
         self._own: dict[MetricLabels, CollectionCounters] = {}
 
-    def of(self, collection: Collection | None) -> CollectionCounters:
-        """Where a collection is counted; one that does not exist is one of the others."""
+    def for_collection(self, collection: Collection | None) -> CollectionCounters:
+        """The counters of a collection; the shared ones if it does not exist."""
         if collection is None:
             return self.others
-        if collection.tally is None:
-            collection.tally = self._given((collection.database, collection.name))
-        return collection.tally
+        if collection.counters is None:
+            collection.counters = self._for_labels((collection.database, collection.name))
+        return collection.counters
 
-    def _given(self, labels: MetricLabels) -> CollectionCounters:
+    def _for_labels(self, labels: MetricLabels) -> CollectionCounters:
         if labels not in self._own and len(self._own) >= self._most:
             return self.others
         return self._own.setdefault(labels, CollectionCounters(labels))
 
     def forget(self, collection: Collection) -> None:
-        """It is gone, and so are its numbers; those of the others stay."""
-        if collection.tally is not None and collection.tally is not self.others:
-            self._own.pop(collection.tally.labels, None)
+        """Drop the counters of a deleted collection; shared counters stay."""
+        if collection.counters is not None and collection.counters is not self.others:
+            self._own.pop(collection.counters.labels, None)
 
     def all(self) -> list[CollectionCounters]:
         return [*self._own.values(), self.others]
 
 
-ENTRY_BYTES: Final = 250  # of one that is remembered, beside its content
+ENTRY_BYTES: Final = 250  # overhead of one cached image
 
 
 class BeforeImageLimits(NamedTuple):
-    """How much is remembered; whichever is reached first."""
+    """Bounds of the cache; the first that is reached applies."""
 
     changes_max: int
     bytes_max: int
@@ -104,17 +99,17 @@ class _CachedImage(NamedTuple):
 
 
 class BeforeImageCache:
-    """Oldest first; what goes is told by how far back each partition still reaches."""
+    """Images in log order; `evicted` says from where on each partition is complete."""
 
-    __slots__ = ("_bounds", "_bytes", "_data", "_order", "forgotten")
+    __slots__ = ("_bounds", "_bytes", "_data", "_order", "evicted")
 
     def __init__(self, bounds: BeforeImageLimits, forgotten: Sequence[int]) -> None:
         self._bounds = bounds
         self._data: dict[tuple[int, int], bytes] = {}
         self._order: deque[_CachedImage] = deque()
         self._bytes = 0
-        # The last change of each partition, the ones before it included, that cannot be told any more.
-        self.forgotten = list(forgotten)
+        # Per partition: the last change whose image was evicted; all before it are gone too.
+        self.evicted = list(forgotten)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -127,16 +122,16 @@ class BeforeImageCache:
         self._data[partition, seq] = data
         self._order.append(_CachedImage(partition, seq, at_ms))
         self._bytes += len(data) + ENTRY_BYTES
-        self._shrink(at_ms)
+        self._evict(at_ms)
 
     def find(self, partition: int, seq: int) -> bytes | None:
         return self._data.get((partition, seq))
 
-    def reaches(self, positions: Sequence[int]) -> bool:
-        """Whether whoever has everything up to these positions can be told what followed."""
-        return not any(map(int.__lt__, positions, self.forgotten))
+    def covers(self, positions: Sequence[int]) -> bool:
+        """Whether all changes after these positions have their image."""
+        return not any(map(int.__lt__, positions, self.evicted))
 
-    def _shrink(self, now_ms: int) -> None:
+    def _evict(self, now_ms: int) -> None:
         bounds, order = self._bounds, self._order
         while order and (
             len(order) > bounds.changes_max
@@ -145,16 +140,16 @@ class BeforeImageCache:
         ):
             partition, seq, _ = order.popleft()
             self._bytes -= len(self._data.pop((partition, seq))) + ENTRY_BYTES
-            self.forgotten[partition] = max(self.forgotten[partition], seq)
+            self.evicted[partition] = max(self.evicted[partition], seq)
 
 
-# loading: nobody is told anything before it is live. stale: what there is may be wrong.
+# loading: no changes are delivered until it is live. stale: the documents may be wrong.
 CollectionState = Literal["live", "loading", "lagging", "stale"]
 NATIVE: Final = "native"
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What the collection's readers may expect; None takes the server's."""
+    """Service objectives of a collection; None: the server's default."""
 
     delivery_ms: int | None = None
     resume_ratio: float | None = None
@@ -163,14 +158,14 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class ReplicationConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What clients that replicate the collection need beside its documents."""
+    """Settings for clients that replicate the collection."""
 
-    # What stands in for the content of a document that its reader may not see any more.
+    # Content sent in place of a document that the reader may no longer see.
     tombstone_fields: dict[str, Any] = {}
 
 
 class CollectionConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What is set about a collection; each change of it is a new one."""
+    """The configuration of a collection; replaced as a whole when it changes."""
 
     partitions: int
     source: str = NATIVE
@@ -178,9 +173,9 @@ class CollectionConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"
     read_rule: str | None = None
     write_rule: str | None = None
     rule_version: int = 0
-    retention: str | None = None  # None: the server's; 0 keeps everything
+    retention: str | None = None  # None: the server's default; 0: unlimited
     tombstone_ttl: str | None = None  # likewise
-    store_before: bool = True  # False: changes do not say what was there before, and the view has to
+    store_before: bool = True  # False: before-images come from the view, not from the log
     slo: Slo | None = None
     replication: ReplicationConfig | None = None
 
@@ -188,18 +183,18 @@ class CollectionConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"
         return msgspec.to_builtins(self)
 
     @classmethod
-    def of(cls, value: dict[str, Any]) -> CollectionConfig:
+    def from_value(cls, value: dict[str, Any]) -> CollectionConfig:
         return msgspec.convert(value, cls)
 
     def retention_s(self, limits: Limits) -> int | None:
-        """How long changes are kept at least; None for ever."""
+        """Minimum retention of changes; None: unlimited."""
         return _duration_s(self.retention, limits.watch_retention_ms)
 
     def tombstone_s(self, limits: Limits) -> int | None:
-        """How long a deleted document is remembered; None for ever."""
+        """How long tombstones are retained; None: unlimited."""
         return _duration_s(self.tombstone_ttl, limits.watch_tombstone_ms)
 
-    def replaced(self, **changed: Any) -> CollectionConfig:
+    def with_changes(self, **changed: Any) -> CollectionConfig:
         return msgspec.structs.replace(self, **changed)
 
 
@@ -208,23 +203,23 @@ def _duration_s(text: str | None, default_ms: int) -> int | None:
     return seconds or None
 
 
-def check_duration(given: object, name: str) -> str | None:
-    """A length of time as it is set: `7d`, `12h`, `0` for ever, or null for the server's."""
-    if given is None:
+def check_duration(value: object, name: str) -> str | None:
+    """A duration in a request: `7d`, `12h`, `0` for unlimited, null for the server's default."""
+    if value is None:
         return None
     try:
-        if not isinstance(given, str):
+        if not isinstance(value, str):
             raise TailraceError("invalid_request", name)
-        parse_duration_s(given, name)
+        parse_duration_s(value, name)
     except TailraceError:
         raise TailraceError(
-            "invalid_request", f"{name} is whole seconds or <n>s, m, h or d as a text, or null"
+            "invalid_request", f"{name} must be a string such as 90, 90s, 15m, 12h or 7d, or null"
         ) from None
-    return given
+    return value
 
 
 def format_duration(seconds: int | None) -> str:
-    """As a person would say it."""
+    """In the largest unit without a remainder; `0` for unlimited."""
     if seconds is None:
         return "0"
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
@@ -234,14 +229,14 @@ def format_duration(seconds: int | None) -> str:
 
 
 class Collection:
-    """One collection: what is set, and how far each of its partitions has been applied."""
+    """One collection: configuration, and the applied position of each partition."""
 
     __slots__ = (
         "applied",
-        "base",
-        "befores",
+        "before_images",
         "bloom_ratio",
         "config",
+        "counters",
         "database",
         "durable",
         "lagging",
@@ -249,37 +244,37 @@ class Collection:
         "number",
         "pending",
         "published_ms",
+        "published_positions",
         "purged",
         "state",
-        "tally",
     )
 
     def __init__(self, database: str, name: str, config: CollectionConfig) -> None:
         self.database = database
         self.name = name
         self.config = config
-        self.pending: CollectionConfig | None = None  # decided, and on its way to the disk
-        self.number = 0  # in the view
+        self.pending: CollectionConfig | None = None  # accepted, not yet durable
+        self.number = 0  # its key in the document view
         self.applied = [0] * config.partitions
-        self.purged = [0] * config.partitions  # highest version of a tombstone that was given up
-        self.base: list[int] | None = None  # where the newest published view stands
-        self.published_ms = 0  # when that was
-        self.befores: BeforeImageCache | None = None  # what its changes do not say themselves
-        self.durable = True  # False while the record that makes it is on its way
-        self.lagging = False  # some of its changes could not be applied to the view
+        self.purged = [0] * config.partitions  # highest version of a purged tombstone
+        self.published_positions: list[int] | None = None  # of the newest published view
+        self.published_ms = 0  # time of that view
+        self.before_images: BeforeImageCache | None = None  # only without store_before
+        self.durable = True  # False until its creation is durable
+        self.lagging = False  # some changes could not be applied to the view
         self.state: CollectionState = "live"
-        # Of the answers of its Bloom filter, how many were wrong when a job made it last.
+        # False-positive ratio of its Bloom filter, as last reported by a job.
         self.bloom_ratio: float | None = None
-        self.tally: CollectionCounters | None = None
+        self.counters: CollectionCounters | None = None
 
     @property
-    def decided(self) -> CollectionConfig:
-        """What the next decision has to go by: durable or not."""
+    def effective_config(self) -> CollectionConfig:
+        """The newest accepted configuration, durable or not."""
         return self.config if self.pending is None else self.pending
 
     @property
-    def shown_state(self) -> CollectionState:
-        """As it is told: whoever lags is not what it was before."""
+    def reported_state(self) -> CollectionState:
+        """The state as reported to clients."""
         return "lagging" if self.lagging else self.state
 
     def stream(self, partition: int) -> str:
@@ -296,13 +291,13 @@ def encode_config_entry(name: str, config: CollectionConfig, operation: str, now
 
 
 def encode_database_entry(now_ns: int) -> bytes:
-    """The first message of a database: it exists."""
+    """The first message of a database: it is created."""
     headers = {"operation": "insert", "timestamp": format_rfc3339(now_ns)}
     return orjson.dumps({"type": "database", "key": "", "value": {}, "headers": headers})
 
 
 def encode_control_entry(control: str, generation: int, **more: Any) -> bytes:
-    """An entry of a change stream that is no change; readers that do not know it pass over it."""
+    """A control entry of a change stream; readers skip controls that they do not know."""
     return orjson.dumps({"v": 1, "kind": "control", "control": control, "generation": generation, **more})
 
 
@@ -313,26 +308,26 @@ def complete_before_images(
     rows: Iterable[DocumentRow],
     bounds: BeforeImageLimits,
 ) -> bool:
-    """Whether all of them, in the order of the log, say now what was there before.
+    """Set the before-images of changes in log order; False if any is not known.
 
-    `rows` are what was looked at already and is not in the view yet.
+    `rows` are newer documents that are not in the view yet.
     """
-    wanted = {change.entry.documentKey for change in changes if change.is_half}
-    known = {row.id: (row.version, row.data) for row in rows if row.id in wanted}
-    stored = view.find_many(collection.number, [one for one in wanted if one not in known])
+    missing = {change.entry.documentKey for change in changes if change.lacks_before_image}
+    known = {row.id: (row.version, row.data) for row in rows if row.id in missing}
+    stored = view.find_many(collection.number, [one for one in missing if one not in known])
     known |= {row.id: (row.version, row.data) for row in stored.values()}
-    if collection.befores is None:
-        collection.befores = BeforeImageCache(bounds, [0] * collection.config.partitions)
+    if collection.before_images is None:
+        collection.before_images = BeforeImageCache(bounds, [0] * collection.config.partitions)
     whole = True
     for change in changes:
         entry = change.entry
-        if entry.documentKey not in wanted:
+        if entry.documentKey not in missing:
             continue
-        if change.is_half:
+        if change.lacks_before_image:
             version, data = known.get(entry.documentKey, (0, b""))
             if entry.prev is not None and entry.prev.version == version:
-                change.complete(data)
-                collection.befores.add(change.partition, change.seq, change.updated_ms, data)
+                change.set_before_image(data)
+                collection.before_images.add(change.partition, change.seq, change.updated_ms, data)
             else:
                 whole = False
         if entry.op != "delete":
@@ -341,8 +336,8 @@ def complete_before_images(
 
 
 def complete_from_cache(collection: Collection, change: Change) -> None:
-    """As `complete`, for a change that is read again: as long as it is remembered."""
-    if change.is_half and collection.befores is not None:
-        data = collection.befores.find(change.partition, change.seq)
+    """Set the before-image of a change that is read again, if it is still cached."""
+    if change.lacks_before_image and collection.before_images is not None:
+        data = collection.before_images.find(change.partition, change.seq)
         if data is not None:
-            change.complete(data)
+            change.set_before_image(data)

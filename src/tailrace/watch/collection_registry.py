@@ -1,12 +1,8 @@
-"""The registry of collections: loads, follows and applies their changes to the view; removes them.
+"""The registry of collections: loads them, applies their changes to the view, and deletes them.
 
-The book of collections: which there are, and how far their changes have been looked at.
-
-A collection's changes are entries of its partition streams. As soon as some are durable they are read here,
-in the order of the log, shown to whoever watches, and applied to the view: when anybody else's turn comes on
-the loop, the view says what the log says.
-
-Collections end, or begin again: what is written down for it, in which order, and who is told.
+The changes of a collection are entries of its partition streams. As soon as entries are durable they are read
+here in log order, matched for subscribers, and applied to the view, all in one loop callback: for all other
+code on the loop the view is never behind the log.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import apsw
 import orjson
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log, append_to_streams
 from tailrace.log.model import Stream
@@ -55,7 +52,7 @@ logger = logging.getLogger("tailrace.watch")
 
 PAGE_BYTES = 4 * 1024 * 1024
 PAGE_ENTRIES = 2000
-MATCH_BATCH_CHANGES = 256  # changes, whose documents are in memory at once
+MATCH_BATCH_CHANGES = 256  # changes matched at once; bounds memory
 RETRY_S = 1.0
 
 CollectionKey = tuple[str, str]  # database and name
@@ -69,40 +66,40 @@ class CollectionRegistry:
         log: Log,
         path: Path,
         partitions_for: Callable[[str], int],
-        remembered: BeforeImageLimits,
-        tallies: CounterRegistry,
+        before_image_limits: BeforeImageLimits,
+        counters: CounterRegistry,
     ) -> None:
         self.log = log
-        self.tallies = tallies  # what is counted, by collection
-        self.partitions_for = partitions_for  # of a collection that does not say
-        self._remembered = remembered
+        self.counters = counters  # metrics by collection
+        self.partitions_for = partitions_for  # default number for a collection name
+        self._before_image_limits = before_image_limits
         self.path = path
         self.view = DocumentView(path)
         self.databases: dict[str, dict[str, Collection]] = {names.DATABASE_DEFAULT: {}}
-        self.gone: dict[CollectionKey, int] = {}  # the last generation of what was deleted
-        self.leaving: set[CollectionKey] = set()  # those whose deletion is on its way
+        self.deleted_generations: dict[CollectionKey, int] = {}  # last generation of deleted collections
+        self.deleting: set[CollectionKey] = set()  # deletion submitted, not yet durable
         self._by_stream: dict[str, tuple[Collection, int]] = {}
-        # Told of every change that is durable, before the view has it.
+        # Called for every durable change, before it is applied to the view.
         self.on_applied: Callable[[Collection, Change], None] | None = None
-        # Shown some of them before that, as they come together.
+        # Called before that with a batch of changes.
         self.on_page: Callable[[Collection, list[Change]], None] | None = None
-        # Told that nobody knows what was there before some changes.
-        self.on_doubt: Callable[[Collection], None] | None = None
-        # Puts a published view in place of a log that does not reach back far enough; False if there is none.
+        # Called when the before-images of some changes are not known.
+        self.on_before_image_lost: Callable[[Collection], None] | None = None
+        # Restores the published view if the log does not reach back far enough; False if there is none.
         self.restore: Callable[[Collection], Awaitable[bool]] | None = None
         # Whether a source writes to the collection.
-        self.follows: Callable[[Collection], bool] = lambda _: False
-        # What is left of the changes is shown, and nobody may go on from before.
-        self.lost: Callable[[Collection], Awaitable[None]] | None = None
+        self.has_source: Callable[[Collection], bool] = lambda _: False
+        # Called when changes were lost: clients must not resume from earlier positions.
+        self.on_view_lost: Callable[[Collection], Awaitable[None]] | None = None
         self._unapplied: dict[Collection, tuple[list[DocumentRow], list[WriteRow]]] = {}
         self._catching_up: dict[tuple[Collection, int], asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Reads what there is, and what the view lacks of it."""
+        """Load all collections and bring their views up to date."""
         for stream in self._streams(names.COLLECTIONS_PREFIX):
-            await self._load(stream)
+            await self._load_database(stream)
         for collection in self.collections():
-            await self._begin(collection)
+            await self._open_view(collection)
         publisher = self.log.publisher
         publisher.on_system_append.append(self._on_published)
         publisher.on_change.append(self._on_change)
@@ -120,25 +117,25 @@ class CollectionRegistry:
         for found in self.databases.values():
             yield from found.values()
 
-    # -- finding ---------------------------------------------------------------------------------------
+    # -- lookup ----------------------------------------------------------------------------------------
 
     def database(self, name: str) -> dict[str, Collection]:
         found = self.databases.get(names.check_database(name))
         if found is None:
-            raise TailraceError("not_found", f"there is no database {name!r}")
+            raise TailraceError("not_found", f"database {name!r} not found")
         return found
 
     def find(self, database: str, name: str) -> Collection | None:
         return self.database(database).get(name)
 
     def writable(self, database: str, name: str) -> Collection | None:
-        """As `find`, for whoever is about to change something."""
-        if (database, name) in self.leaving:
+        """As `find`, for a write; raises if the collection is being deleted."""
+        if (database, name) in self.deleting:
             raise TailraceError("unavailable", "the collection is being deleted")
         return self.find(database, name)
 
-    def split(self, database: str, path: str) -> names.DocumentPath:
-        """The collection and the id that a path names. Ids from outside may be any text."""
+    def split_path(self, database: str, path: str) -> names.DocumentPath:
+        """Split a path into collection and id; ids of sources may contain slashes."""
         found = self.database(database)
         at = path.rfind("/")
         while at > 0:
@@ -148,53 +145,55 @@ class CollectionRegistry:
             at = -1 if collection is not None else path.rfind("/", 0, at)
         return names.split_document_path(path)
 
-    def planned(self, database: str, name: str, partitions: int) -> Collection:
-        """A collection that is about to be made; `add` makes it known."""
-        generation = self.gone.get((database, name), 0) + 1
+    def plan(self, database: str, name: str, partitions: int) -> Collection:
+        """A new collection that is not registered yet (see `add`)."""
+        generation = self.deleted_generations.get((database, name), 0) + 1
         collection = Collection(
             database, name, CollectionConfig(partitions=partitions, generation=generation)
         )
-        self._number(collection)
+        self._bind_to_view(collection)
         collection.durable = False
         return collection
 
     def add(self, collection: Collection) -> None:
         self.databases[collection.database][collection.name] = collection
 
-    def drop_unmade(self) -> None:
-        """After a commit that failed: collections that did not come into being."""
+    def drop_uncommitted(self) -> None:
+        """After a failed commit: drop collections whose creation is not durable."""
         for found in self.databases.values():
             for name in [name for name, collection in found.items() if not collection.durable]:
-                self.tallies.forget(found.pop(name))
+                self.counters.forget(found.pop(name))
 
-    def forget(self, collection: Collection) -> None:
-        """It was deleted, and that is durable."""
+    def drop(self, collection: Collection) -> None:
+        """Drop a collection after its deletion is durable."""
         key = (collection.database, collection.name)
-        self.gone[key] = collection.config.generation
-        self.leaving.discard(key)
+        self.deleted_generations[key] = collection.config.generation
+        self.deleting.discard(key)
         self.databases[collection.database].pop(collection.name, None)
-        self.tallies.forget(collection)
+        self.counters.forget(collection)
         self._unapplied.pop(collection, None)
         for (owner, _), task in self._catching_up.items():
             if owner is collection:
                 task.cancel()
         try:
-            with self.view.writing():
-                self.view.forget(collection.number)
+            with self.view.write_transaction():
+                self.view.delete_collection(collection.number)
         except apsw.Error:
-            # The next collection of this name has another generation: nothing of this one is ever shown.
-            logger.exception("the view of %s cannot be emptied", collection.name)
+            # Not visible to readers: the next collection of this name has another generation.
+            logger.exception("cannot empty view", extra=_fields(collection))
 
     def check_applied(self, collection: Collection) -> None:
-        """Tries once more to apply what the view lacks; without it nothing true can be said."""
+        """Retry unapplied changes; raises if the view is still behind."""
         if collection.lagging:
             if collection in self._unapplied:
                 self._apply(collection, [], [], {})
             if collection.lagging:
-                raise TailraceError("unavailable", "the view of the collection is behind its changes")
+                raise TailraceError(
+                    "unavailable", "the view of the collection is behind its changes, retry later"
+                )
 
     def lags(self, collection: Collection) -> list[int]:
-        """How many changes of each partition have not been looked at."""
+        """The number of unapplied changes per partition."""
         found: list[int] = []
         for partition, applied in enumerate(collection.applied):
             stream = self.log.find(collection.stream(partition))
@@ -202,7 +201,7 @@ class CollectionRegistry:
         return found
 
     def earliest(self, collection: Collection) -> list[int]:
-        """The last change of each partition that retention has taken away."""
+        """The last change of each partition that retention has removed."""
         streams = [self.log.find(name) for name in collection.streams()]
         return [0 if stream is None else stream.earliest for stream in streams]
 
@@ -215,16 +214,16 @@ class CollectionRegistry:
     def _on_published(self, stream: Stream) -> None:
         if not stream.name.startswith(names.CHANGES_PREFIX) or stream.removed:
             return
-        found = self._by_stream.get(stream.name) or self._place(stream.name)
+        found = self._by_stream.get(stream.name) or self._collection_of_stream(stream.name)
         if found is not None:
             self._drain(stream, *found)
 
-    def _place(self, name: str) -> tuple[Collection, int] | None:
+    def _collection_of_stream(self, name: str) -> tuple[Collection, int] | None:
         database, _, rest = name.removeprefix(names.CHANGES_PREFIX).partition("/")
         path, _, partition = rest.rpartition("/")
         collection = self.databases.get(database, {}).get(path)
         if collection is None:
-            logger.error("changes in %s, of which no collection is known", name)
+            logger.error("change stream without collection", extra=log_fields(stream=name))
             return None
         found = self._by_stream[name] = (collection, int(partition))
         return found
@@ -234,19 +233,22 @@ class CollectionRegistry:
         writes: list[WriteRow] = []
         collection.durable = True
         if (collection, partition) in self._catching_up:
-            return  # which sees these changes, too, and in their order
+            return  # the catch-up task reads these changes in order
         applied = collection.applied
         while applied[partition] < stream.visible:
             page = self.log.reader.try_read_labelled(stream, applied[partition], PAGE_BYTES, PAGE_ENTRIES)
             if not isinstance(page, Page):
-                logger.warning("changes of %s left memory before they were applied", stream.name)
+                logger.warning(
+                    "changes evicted from memory before they were applied",
+                    extra=log_fields(stream=stream.name),
+                )
                 self._catch_up_later(collection, partition)
                 break
-            self._take(collection, partition, page, rows, writes)
+            self._consume_page(collection, partition, page, rows, writes)
         self._apply(collection, rows, writes, {partition: applied[partition]})
 
     def _catch_up_later(self, collection: Collection, partition: int) -> None:
-        """What is not in memory any more is read from the disk; until then the view is behind."""
+        """Read changes from disk that are no longer in memory; until then the view is behind."""
         key = (collection, partition)
 
         async def run() -> None:
@@ -255,24 +257,26 @@ class CollectionRegistry:
                     try:
                         await self._catch_up(collection, partition)
                     except TailraceError as error:
-                        logger.warning("changes of %s cannot be read yet: %s", collection.name, error)
+                        logger.warning(
+                            "cannot read changes, retrying", extra=_fields(collection, error=str(error))
+                        )
                         await asyncio.sleep(RETRY_S)
                     stream = self.log.find(collection.stream(partition))
                     if stream is None or collection.applied[partition] >= stream.visible:
                         break
             finally:
                 self._catching_up.pop(key, None)
-                self._judge(collection)
+                self._check_view_current(collection)
 
         self._catching_up[key] = asyncio.get_running_loop().create_task(run())
-        self._judge(collection)
+        self._check_view_current(collection)
 
-    def _judge(self, collection: Collection) -> None:
-        """Whether the view has all that was looked at."""
+    def _check_view_current(self, collection: Collection) -> None:
+        """Update `lagging`."""
         behind = any(owner is collection for owner, _ in self._catching_up)
         collection.lagging = behind or collection in self._unapplied
 
-    def _take(
+    def _consume_page(
         self,
         collection: Collection,
         partition: int,
@@ -280,7 +284,7 @@ class CollectionRegistry:
         rows: list[DocumentRow],
         writes: list[WriteRow],
     ) -> None:
-        """Shows the changes of a page, one by one, and gathers what the view is to know."""
+        """Publish the changes of a page one by one, and collect the rows for the view."""
         assert page.labels is not None
         entries = list(zip(page.entries(), page.parts, page.labels.times, strict=True))
         for begin in range(0, len(entries), MATCH_BATCH_CHANGES):
@@ -289,30 +293,32 @@ class CollectionRegistry:
                 for seq, raw, time_ns in entries[begin : begin + MATCH_BATCH_CHANGES]
             ]
             changes = [change for _, change in some if change is not None]
-            if any(change.is_half for change in changes):
+            if any(change.lacks_before_image for change in changes):
                 self._complete(collection, changes, rows)
             if self.on_page is not None:
                 self.on_page(collection, changes)
             for seq, change in some:
                 if change is not None:
-                    self._show(collection, change, rows, writes)
+                    self._publish_change(collection, change, rows, writes)
                 collection.applied[partition] = seq
 
     def _complete(self, collection: Collection, changes: list[Change], rows: list[DocumentRow]) -> None:
         older = self._unapplied.get(collection)
         unwritten = rows if older is None else older[0] + rows
         try:
-            whole = complete_before_images(self.view, collection, changes, unwritten, self._remembered)
+            whole = complete_before_images(
+                self.view, collection, changes, unwritten, self._before_image_limits
+            )
         except apsw.Error:
-            logger.exception("the view of %s cannot be read", collection.name)
+            logger.exception("cannot read view", extra=_fields(collection))
             whole = False
-        if not whole and self.on_doubt is not None:
-            self.on_doubt(collection)
+        if not whole and self.on_before_image_lost is not None:
+            self.on_before_image_lost(collection)
 
-    def _show(
+    def _publish_change(
         self, collection: Collection, change: Change, rows: list[DocumentRow], writes: list[WriteRow]
     ) -> None:
-        self.tallies.of(collection).changes[change.entry.op, change.partition] += 1
+        self.counters.for_collection(collection).changes[change.entry.op, change.partition] += 1
         rows.append(view_row_from_change(change))
         if change.entry.writeId is not None:
             writes.append(write_row_from_change(change))
@@ -331,12 +337,12 @@ class CollectionRegistry:
             rows, writes = older[0] + rows, older[1] + writes
             positions = dict(enumerate(collection.applied))
         try:
-            with self.view.writing():
+            with self.view.write_transaction():
                 self.view.apply(collection.number, rows, writes, positions)
         except apsw.Error:
-            logger.exception("the view of %s cannot be written", collection.name)
+            logger.exception("cannot write view", extra=_fields(collection))
             self._unapplied[collection] = (rows, writes)
-        self._judge(collection)
+        self._check_view_current(collection)
 
     # -- starting --------------------------------------------------------------------------------------
 
@@ -346,60 +352,60 @@ class CollectionRegistry:
             yield from page
             after = page[-1].name
 
-    async def _begin(self, collection: Collection) -> None:
-        """Brings the view of a collection up to its changes."""
+    async def _open_view(self, collection: Collection) -> None:
+        """Bring the view of a collection up to date with the log."""
         if self._is_ahead(collection):
-            logger.warning("the view of %s is ahead of its changes and is made again", collection.name)
+            logger.warning("view is ahead of the log, rebuilding it", extra=_fields(collection))
             self.empty(collection)
         if any(map(int.__lt__, collection.applied, self.earliest(collection))):
-            await self._begin_from_published(collection)
+            await self._restore_published(collection)
         for partition in range(collection.config.partitions):
             await self._catch_up(collection, partition)
 
-    async def _begin_from_published(self, collection: Collection) -> None:
-        """The log alone does not say any more what there is: a published view has to."""
+    async def _restore_published(self, collection: Collection) -> None:
+        """Restore the view from a published one, since the log no longer has all changes."""
         if self.restore is not None and await self.restore(collection):
-            logger.info("the view of %s was begun from a published one", collection.name)
+            logger.info("restored view from published view", extra=_fields(collection))
             return
-        logger.error("changes of %s are gone and no published view has them", collection.name)
+        logger.error("changes lost, no usable published view", extra=_fields(collection))
         earliest = self.earliest(collection)
         collection.applied = [max(pair) for pair in zip(collection.applied, earliest, strict=True)]
-        if self.lost is not None:
-            await self.lost(collection)
+        if self.on_view_lost is not None:
+            await self.on_view_lost(collection)
 
     def empty(self, collection: Collection) -> None:
-        with self.view.writing():
-            self.view.forget(collection.number)
-        self._number(collection)
+        with self.view.write_transaction():
+            self.view.delete_collection(collection.number)
+        self._bind_to_view(collection)
 
     def _is_ahead(self, collection: Collection) -> bool:
-        """Somebody put other files into the directory: the log decides."""
+        """Whether the view has changes that the log does not have, as after files were replaced."""
         for partition, seq in enumerate(collection.applied):
             stream = self.log.find(collection.stream(partition)) if seq else None
             if seq and (stream is None or stream.visible < seq):
                 return True
         return False
 
-    def _number(self, collection: Collection) -> None:
-        """Finds the collection's place in the view, and how far that has got."""
+    def _bind_to_view(self, collection: Collection) -> None:
+        """Look up the collection's number and positions in the view."""
         number = self.view.number_of(collection.database, collection.name, self.generation(collection))
         collection.number = number
         collection.applied = self.view.positions(number, collection.config.partitions)
-        purged = self.view.now.purged(number, collection.config.partitions)
+        purged = self.view.current.purged(number, collection.config.partitions)
         collection.purged = [one.version for one in purged]
         if not collection.config.store_before:
-            collection.befores = BeforeImageCache(self._remembered, collection.applied)
+            collection.before_images = BeforeImageCache(self._before_image_limits, collection.applied)
 
     def generation(self, collection: Collection) -> int:
-        """Rises when continuity cannot be proved, as after a bootstrap that may have lost the tail."""
+        """Increases when continuity cannot be proved, e.g. after a bootstrap that may have lost the tail."""
         return collection.config.generation + self.log.streams.first_epoch
 
     def next_generation(self, database: str, name: str) -> int:
-        """Of a collection that does not exist yet, or not any more."""
-        return self.gone.get((database, name), 0) + 1 + self.log.streams.first_epoch
+        """The generation that a collection that does not exist would get."""
+        return self.deleted_generations.get((database, name), 0) + 1 + self.log.streams.first_epoch
 
-    async def _load(self, stream: Stream) -> None:
-        """A database and what is said of its collections, the last word on each."""
+    async def _load_database(self, stream: Stream) -> None:
+        """Load the latest configuration of each collection of a database."""
         database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
         configs: dict[str, CollectionConfig] = {}
         position = stream.earliest
@@ -410,16 +416,16 @@ class CollectionRegistry:
                 message = orjson.loads(raw)
                 if message["type"] != "collection":
                     continue
-                name, config = message["key"], CollectionConfig.of(message["value"])
+                name, config = message["key"], CollectionConfig.from_value(message["value"])
                 if message["headers"]["operation"] == "delete":
                     configs.pop(name, None)
-                    self.gone[database, name] = config.generation
+                    self.deleted_generations[database, name] = config.generation
                 else:
                     configs[name] = config
         found = self.databases.setdefault(database, {})
         for name, config in configs.items():
             found[name] = collection = Collection(database, name, config)
-            self._number(collection)
+            self._bind_to_view(collection)
 
     async def _catch_up(self, collection: Collection, partition: int) -> None:
         stream = self.log.find(collection.stream(partition))
@@ -430,12 +436,16 @@ class CollectionRegistry:
             page = await self.log.reader.read_labelled(stream, applied[partition], PAGE_BYTES, PAGE_ENTRIES)
             rows: list[DocumentRow] = []
             writes: list[WriteRow] = []
-            self._take(collection, partition, page, rows, writes)
+            self._consume_page(collection, partition, page, rows, writes)
             self._apply(collection, rows, writes, {partition: applied[partition]})
 
 
+def _fields(collection: Collection, **more: object) -> dict[str, object]:
+    return log_fields(database=collection.database, collection=collection.name, **more)
+
+
 def view_row_from_change(change: Change) -> DocumentRow:
-    """What the view has to know of a change: a tombstone keeps the data that was there."""
+    """The view row of a change; a tombstone has the last data."""
     entry = change.entry
     deleted = entry.op == "delete"
     return DocumentRow(
@@ -453,89 +463,90 @@ def view_row_from_change(change: Change) -> DocumentRow:
 def write_row_from_change(change: Change) -> WriteRow:
     entry = change.entry
     assert entry.writeId is not None
-    place = 0 if entry.txn is None else entry.txn.index
+    index = 0 if entry.txn is None else entry.txn.index
     digest = entry.writeDigest if isinstance(entry.writeDigest, str) else ""
     return WriteRow(
-        entry.writeId, change.updated_ms, place, entry.documentKey, entry.version, entry.op, digest
+        entry.writeId, change.updated_ms, index, entry.documentKey, entry.version, entry.op, digest
     )
 
 
 DoneCallback = Callable[[TailraceError | None], None]
 
 
-def remove_collection(book: CollectionRegistry, collection: Collection, answer: DoneCallback) -> None:
-    """Deletes a collection with all its changes: one record, so that nothing of it is left behind.
+def remove_collection(registry: CollectionRegistry, collection: Collection, callback: DoneCallback) -> None:
+    """Delete a collection with all its changes in one record.
 
-    Its name may be used again. What comes then has a higher generation, so that no position of before is
-    taken for one of it.
+    The name may be used again: the new collection has a higher generation, so old positions are not valid
+    for it.
     """
     key = (collection.database, collection.name)
-    if key in book.leaving or not collection.durable or collection.pending is not None:
-        raise TailraceError("unavailable", "the collection is just being changed")
-    streams = [stream for stream in map(book.log.find, collection.streams()) if stream is not None]
+    if key in registry.deleting or not collection.durable or collection.pending is not None:
+        raise TailraceError("unavailable", "the collection is being changed, retry")
+    streams = [stream for stream in map(registry.log.find, collection.streams()) if stream is not None]
     if any(stream.forks for stream in streams):
-        raise TailraceError("conflict", "streams were forked from the changes of the collection")
+        raise TailraceError("conflict", "the change streams of the collection have forks, delete these first")
 
     def settled(_: Transaction, error: TailraceError | None) -> None:
         if error is None:
-            book.forget(collection)
+            registry.drop(collection)
         else:
-            book.leaving.discard(key)
-        answer(error)
+            registry.deleting.discard(key)
+        callback(error)
 
-    now_ns = book.log.clock.now_ns()
+    now_ns = registry.log.clock.now_ns()
     entry = encode_config_entry(collection.name, collection.config, "delete", now_ns)
     parts = [(names.collections_stream_name(collection.database), [entry])]
-    append_to_streams(book.log, parts, now_ns, settled, None, removed=streams)
-    book.leaving.add(key)
+    append_to_streams(registry.log, parts, now_ns, settled, None, removed=streams)
+    registry.deleting.add(key)
 
 
 def raise_generation(
-    book: CollectionRegistry, collection: Collection, reason: str, answer: DoneCallback
+    registry: CollectionRegistry, collection: Collection, reason: str, callback: DoneCallback
 ) -> None:
-    """Says that nobody may go on from before: first of the collection, then in each of its partitions.
+    """Invalidate all earlier positions: in the configuration, then in each partition stream.
 
-    The documents stay as they are known. Whoever watches has to be told by the caller, when it is durable.
+    The documents stay. The caller must invalidate subscriptions when it is durable.
     """
-    base = collection.decided
-    planned = base.replaced(generation=base.generation + 1)
+    base = collection.effective_config
+    planned = base.with_changes(generation=base.generation + 1)
 
     def settled(_: Transaction, error: TailraceError | None) -> None:
         if collection.pending is planned:
             collection.pending = None
         if error is None:
             collection.config = planned
-            collection.base, collection.published_ms = None, 0  # its views are those of another generation
-            book.view.keep_as(collection.number, book.generation(collection))
-            control = encode_control_entry("generation", book.generation(collection), reason=reason)
-            streams = [name for name in collection.streams() if book.log.find(name) is not None]
+            # Published views belong to the earlier generation.
+            collection.published_positions, collection.published_ms = None, 0
+            registry.view.set_generation(collection.number, registry.generation(collection))
+            control = encode_control_entry("generation", registry.generation(collection), reason=reason)
+            streams = [name for name in collection.streams() if registry.log.find(name) is not None]
             if streams:
                 append_to_streams(
-                    book.log,
+                    registry.log,
                     [(name, [control]) for name in streams],
-                    book.log.clock.now_ns(),
+                    registry.log.clock.now_ns(),
                     ignore_reply,
                     None,
                 )
-        answer(error)
+        callback(error)
 
-    now_ns = book.log.clock.now_ns()
+    now_ns = registry.log.clock.now_ns()
     entry = encode_config_entry(collection.name, planned, "update", now_ns)
     append_to_streams(
-        book.log, [(names.collections_stream_name(collection.database), [entry])], now_ns, settled, None
+        registry.log, [(names.collections_stream_name(collection.database), [entry])], now_ns, settled, None
     )
     collection.pending = planned
 
 
-async def reset_after_view_loss(book: CollectionRegistry, collection: Collection) -> None:
-    """Some of what there was cannot be known any more: whoever has seen it has to look again."""
+async def reset_after_view_loss(registry: CollectionRegistry, collection: Collection) -> None:
+    """Raise the generation after changes were lost, so that clients resync."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def answer(error: TailraceError | None) -> None:
+    def callback(error: TailraceError | None) -> None:
         if error is None:
             done.set_result(None)
         else:
             done.set_exception(error)
 
-    raise_generation(book, collection, "view-lost", answer)
+    raise_generation(registry, collection, "view-lost", callback)
     await done

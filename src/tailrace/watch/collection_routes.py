@@ -1,10 +1,7 @@
-"""HTTP routes of collections: create, configure, list, delete, status.
+"""HTTP routes of databases and collections: create, configure, list, delete, and status.
 
-`/v1/databases/{db}` and its collections: making, setting, looking at and deleting them.
-
-`/v1/databases` and `/v1/databases/{db}/collections`: what there is, page by page.
-
-`/v1/databases/{db}/status`: how each collection does, what was promised, and why it is as it is.
+`/v1/databases/{db}[/collections/...]` configure, `/v1/databases` and `/v1/databases/{db}/collections` list in
+pages, `/v1/databases/{db}/status` shows states and service objectives.
 """
 
 from __future__ import annotations
@@ -62,12 +59,12 @@ _WINDOWS: Final = {"retention": "retention", "tombstoneTtl": "tombstone_ttl"}
 
 
 class CollectionRoutes:
-    def __init__(self, context: Context, book: CollectionRegistry, access: AccessRules) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry, access: AccessRules) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._access = access
         self._log = context.log
-        # Told when the rules of a collection have changed, and when one was deleted.
+        # Called when the rules of a collection have changed, and when one was deleted.
         self.on_rules: Callable[[Collection], None] | None = None
         self.on_removed: Callable[[Collection], None] | None = None
 
@@ -77,45 +74,45 @@ class CollectionRoutes:
         authorise(identity, Action.MANAGE_DATABASE, db=database)
         names.check_database(database)
         head, body = responses.JSON_TYPE + responses.NO_STORE, orjson.dumps({"database": database})
-        if database in self._book.databases:
+        if database in self._registry.databases:
             exchange.respond(200, head, body)
             return
 
-        def answer(_: Transaction, error: TailraceError | None) -> None:
+        def on_settled(_: Transaction, error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
-            self._book.databases.setdefault(database, {})
+            self._registry.databases.setdefault(database, {})
             exchange.respond(201, head, body)
 
         now_ns = self._context.clock.now_ns()
         parts = [(names.collections_stream_name(database), [encode_database_entry(now_ns)])]
-        append_to_streams(self._log, parts, now_ns, answer, None)
+        append_to_streams(self._log, parts, now_ns, on_settled, None)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
         if method in (b"GET", b"HEAD"):
             authorise(identity, Action.READ_DATABASE, db=database)
-            self._answer(exchange, 200, self._existing(database, name))
+            self._respond(exchange, 200, self._find_existing(database, name))
         elif method == b"PUT":
             authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._set(exchange, database, names.check_collection(name))
+            self._configure(exchange, database, names.check_collection(name))
         elif method == b"DELETE":
             authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._remove(exchange, self._existing(database, name))
+            self._remove(exchange, self._find_existing(database, name))
         else:
             raise responses.method_not_allowed(COLLECTION_METHODS)
 
-    def _existing(self, database: str, name: str) -> Collection:
-        collection = self._book.find(database, names.check_collection(name))
+    def _find_existing(self, database: str, name: str) -> Collection:
+        collection = self._registry.find(database, names.check_collection(name))
         if collection is None or not collection.durable:
-            raise TailraceError("not_found", f"there is no collection {name!r}")
+            raise TailraceError("not_found", f"collection {name!r} not found")
         return collection
 
     def _remove(self, exchange: Exchange, collection: Collection) -> None:
-        if self._book.follows(collection):
-            raise TailraceError("conflict", "the collection follows a source, which has to be removed first")
+        if self._registry.has_source(collection):
+            raise TailraceError("conflict", "the collection follows a source, remove the source first")
 
-        def answer(error: TailraceError | None) -> None:
+        def on_settled(error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
@@ -123,78 +120,80 @@ class CollectionRoutes:
                 self.on_removed(collection)
             exchange.respond(204, responses.NO_STORE)
 
-        collection_registry.remove_collection(self._book, collection, answer)
+        collection_registry.remove_collection(self._registry, collection, on_settled)
 
-    # -- setting ---------------------------------------------------------------------------------------
+    # -- configuring -----------------------------------------------------------------------------------
 
-    def _set(self, exchange: Exchange, database: str, name: str) -> None:
-        given = document.load(exchange.body or b"{}", CONFIG_BYTES)
-        if unknown := sorted(set(given) - _SETTABLE_MEMBERS):
+    def _configure(self, exchange: Exchange, database: str, name: str) -> None:
+        body = document.load(exchange.body or b"{}", CONFIG_BYTES)
+        if unknown := sorted(set(body) - _SETTABLE_MEMBERS):
             raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
-        partitions = _partitions(given)
-        changed = self._changed(given)
-        collection = self._book.writable(database, name)
+        partitions = _read_partitions(body)
+        changed = self._read_changes(body)
+        collection = self._registry.writable(database, name)
         if collection is None:
-            wanted = partitions or self._book.partitions_for(name)
-            collection = self._book.planned(database, name, wanted)
-            config = collection.config.replaced(**changed)
+            expected = partitions or self._registry.partitions_for(name)
+            collection = self._registry.plan(database, name, expected)
+            config = collection.config.with_changes(**changed)
             ruled = config.read_rule is not None or config.write_rule is not None
-            collection.config = config.replaced(rule_version=int(ruled))  # holds for what comes behind it
+            collection.config = config.with_changes(rule_version=int(ruled))  # applies to later writes
             self._write(exchange, collection, collection.config, is_new=True)
-            self._book.add(collection)
+            self._registry.add(collection)
             return
         if partitions is not None and partitions != collection.config.partitions:
             raise TailraceError("collection_exists", "the number of partitions of a collection cannot change")
-        if given.get("source", collection.config.source) != collection.config.source:
+        if body.get("source", collection.config.source) != collection.config.source:
             raise TailraceError("collection_exists", "the source of a collection cannot change")
-        before = collection.decided
-        after = before.replaced(**changed)
+        before = collection.effective_config
+        after = before.with_changes(**changed)
         if after == before:
-            self._answer_settled(exchange, collection)
+            self._respond_settled(exchange, collection)
             return
         if (before.read_rule, before.write_rule) != (after.read_rule, after.write_rule):
-            after = after.replaced(rule_version=before.rule_version + 1)
+            after = after.with_changes(rule_version=before.rule_version + 1)
         self._write(exchange, collection, after, is_new=False)
 
-    def _changed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the request sets, checked, by the names of the configuration."""
-        if given.get("source", NATIVE) != NATIVE:
-            raise TailraceError("invalid_request", "a collection with a source is made by that source")
-        if given.get("view", "full") != "full":
-            raise TailraceError("before_image_required", "changes need the document before: view is full")
+    def _read_changes(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The validated changes of a request, by the fields of the configuration."""
+        if body.get("source", NATIVE) != NATIVE:
+            raise TailraceError("invalid_request", "a collection with a source is created by that source")
+        if body.get("view", "full") != "full":
+            raise TailraceError(
+                "before_image_required", "view must be full: changes need the document before"
+            )
         changed: dict[str, Any] = {}
-        if "storeBefore" in given:
-            if not isinstance(given["storeBefore"], bool):
-                raise TailraceError("invalid_request", "storeBefore is true or false")
-            changed["store_before"] = given["storeBefore"]
+        if "storeBefore" in body:
+            if not isinstance(body["storeBefore"], bool):
+                raise TailraceError("invalid_request", "storeBefore must be true or false")
+            changed["store_before"] = body["storeBefore"]
         for key, field in _RULES.items():
-            rule = given.get(key)
+            rule = body.get(key)
             if rule is not None and not isinstance(rule, str):
-                raise TailraceError("invalid_request", f"{key} is a text, or null for none")
+                raise TailraceError("invalid_request", f"{key} must be a string, or null for none")
             if rule is not None:
                 self._access.rule(rule, key)
-            if key in given:
+            if key in body:
                 changed[field] = rule
         for key, field in _WINDOWS.items():
-            if key in given:
-                changed[field] = check_duration(given[key], key)
-        if "slo" in given:
-            changed["slo"] = _slo(given["slo"])
-        if "replication" in given:
-            changed["replication"] = _replicated(given["replication"])
+            if key in body:
+                changed[field] = check_duration(body[key], key)
+        if "slo" in body:
+            changed["slo"] = _read_slo(body["slo"])
+        if "replication" in body:
+            changed["replication"] = _read_replication(body["replication"])
         return changed
 
     def _write(
         self, exchange: Exchange, collection: Collection, planned: CollectionConfig, *, is_new: bool
     ) -> None:
-        """Each request is decided on what the one before it decided, and takes effect in the same order."""
+        """Each request builds on the pending result of the previous one; effects keep that order."""
 
-        def answer(_: Transaction, error: TailraceError | None) -> None:
+        def on_settled(_: Transaction, error: TailraceError | None) -> None:
             if collection.pending is planned:
                 collection.pending = None
             if error is not None:
                 if is_new:
-                    self._book.drop_unmade()
+                    self._registry.drop_uncommitted()
                 responses.respond_error(exchange, error)
                 return
             known = 0 if is_new else collection.config.rule_version
@@ -202,36 +201,36 @@ class CollectionRoutes:
             collection.durable = True
             if known != planned.rule_version and self.on_rules is not None:
                 self.on_rules(collection)
-            self._answer(exchange, 201 if is_new else 200, collection)
+            self._respond(exchange, 201 if is_new else 200, collection)
 
         now_ns = self._context.clock.now_ns()
         entry = encode_config_entry(collection.name, planned, "insert" if is_new else "update", now_ns)
         parts = [(names.collections_stream_name(collection.database), [entry])]
-        append_to_streams(self._log, parts, now_ns, answer, None)
+        append_to_streams(self._log, parts, now_ns, on_settled, None)
         collection.pending = planned
 
-    # -- showing ---------------------------------------------------------------------------------------
+    # -- responses -------------------------------------------------------------------------------------
 
-    def _answer_settled(self, exchange: Exchange, collection: Collection) -> None:
-        """Nothing is to be changed; what that rests on may have to become durable first."""
+    def _respond_settled(self, exchange: Exchange, collection: Collection) -> None:
+        """Nothing changes: respond when the pending configuration is durable."""
         newest = self._log.committer.newest
         if newest is None or (collection.pending is None and collection.durable):
-            self._answer(exchange, 200, collection)
+            self._respond(exchange, 200, collection)
             return
 
         def settled(error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
-                self._answer(exchange, 200, collection)
+                self._respond(exchange, 200, collection)
 
         newest.waiting.append(settled)
 
-    def _answer(self, exchange: Exchange, status: int, collection: Collection) -> None:
-        body = self.shown(collection)
+    def _respond(self, exchange: Exchange, status: int, collection: Collection) -> None:
+        body = self.to_json(collection)
         exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-    def shown(self, collection: Collection) -> dict[str, Any]:
+    def to_json(self, collection: Collection) -> dict[str, Any]:
         config, limits = collection.config, self._context.limits
         return {
             "collection": collection.name,
@@ -240,43 +239,46 @@ class CollectionRoutes:
             "view": "full",
             "retention": format_duration(config.retention_s(limits)),
             "tombstoneTtl": format_duration(config.tombstone_s(limits)),
-            "generation": self._book.generation(collection),
+            "generation": self._registry.generation(collection),
             "state": collection.state,
             "positions": collection.applied,
-            "lag": self._book.lags(collection),
-            "documents": self._book.view.count(collection.number),
+            "lag": self._registry.lags(collection),
+            "documents": self._registry.view.count(collection.number),
         }
 
 
-def _partitions(given: dict[str, Any]) -> int | None:
-    partitions = given.get("partitions")
+def _read_partitions(body: dict[str, Any]) -> int | None:
+    partitions = body.get("partitions")
     if partitions is None:
         return None
     if type(partitions) is not int or not 1 <= partitions <= names.PARTITIONS_MAX:
-        raise TailraceError("invalid_request", f"partitions is a number from 1 to {names.PARTITIONS_MAX}")
+        raise TailraceError("invalid_request", f"partitions must be 1 to {names.PARTITIONS_MAX}")
     return partitions
 
 
-def _replicated(given: object) -> ReplicationConfig | None:
-    if given is None:
+def _read_replication(body: object) -> ReplicationConfig | None:
+    if body is None:
         return None
-    held = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
+    held = cast("dict[str, Any]", body) if isinstance(body, dict) else {"": 0}
     fields: object = held.get("tombstoneFields")
     if set(held) != {"tombstoneFields"} or not isinstance(fields, dict):
-        raise TailraceError("invalid_request", "replication has tombstoneFields, an object, or is null")
-    # They are sent as fields of a document, so they have to be what one could have.
+        raise TailraceError(
+            "invalid_request", "replication must be null or an object with tombstoneFields, an object"
+        )
+    # Sent as fields of a document, so the same rules apply.
     return ReplicationConfig(tombstone_fields=document.check_fields(cast("dict[str, Any]", fields), ""))
 
 
-def _slo(given: object) -> Slo | None:
-    """Targets of the collection's own; null takes the server's."""
-    if given is None:
+def _read_slo(body: object) -> Slo | None:
+    """Objectives of the collection; null: the server's defaults."""
+    if body is None:
         return None
     known = {"deliveryMs", "resumeRatio", "lagMs", "bloomRatio"}
-    members = cast("dict[str, Any]", given) if isinstance(given, dict) else {"": 0}
+    members = cast("dict[str, Any]", body) if isinstance(body, dict) else {"": 0}
     if not set(members) <= known:
         raise TailraceError(
-            "invalid_request", "slo has deliveryMs, resumeRatio, lagMs and bloomRatio, or is null"
+            "invalid_request",
+            "slo must be null or an object of deliveryMs, resumeRatio, lagMs and bloomRatio",
         )
     try:
         slo = msgspec.convert(members, Slo)
@@ -285,7 +287,9 @@ def _slo(given: object) -> Slo | None:
     times = [value for value in (slo.delivery_ms, slo.lag_ms) if value is not None]
     ratios = [value for value in (slo.resume_ratio, slo.bloom_ratio) if value is not None]
     if any(value < 1 for value in times) or not all(0 < value <= 1 for value in ratios):
-        raise TailraceError("invalid_request", "slo: times are 1 ms or more, ratios above 0 and up to 1")
+        raise TailraceError(
+            "invalid_request", "slo: times must be at least 1 ms, ratios above 0 and at most 1"
+        )
     return slo
 
 
@@ -293,31 +297,31 @@ LISTING_METHODS: Final = "GET, HEAD, OPTIONS"
 
 
 class DatabaseListingRoutes:
-    def __init__(self, context: Context, book: CollectionRegistry) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry) -> None:
         self._limits = context.limits
-        self._book = book
+        self._registry = registry
 
     def databases(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
-        """Those that the caller could name; of the others it is not even said that they exist."""
+        """List the databases that the caller may access; others are not revealed."""
         _check_method(method)
         authorise(identity, Action.LIST_DATABASES)
-        found = visible_databases(identity, self._book.databases)
+        found = visible_databases(identity, self._registry.databases)
         page, head = self._page(exchange, "/v1/databases", found)
-        rows = [{"database": name, "collections": len(self._made(name))} for name in page]
+        rows = [{"database": name, "collections": len(self._durable_collections(name))} for name in page]
         exchange.respond(200, head, orjson.dumps(rows))
 
     def collections(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         _check_method(method)
         authorise(identity, Action.READ_DATABASE, db=database)
-        self._book.database(database)
-        found = self._made(database)
+        self._registry.database(database)
+        found = self._durable_collections(database)
         page, head = self._page(exchange, f"/v1/databases/{database}/collections", sorted(found))
-        rows = [self._shown(found[name]) for name in page]
+        rows = [self._to_json(found[name]) for name in page]
         exchange.respond(200, head, orjson.dumps(rows))
 
-    def _made(self, database: str) -> dict[str, Collection]:
-        """Its collections, without those whose making is not durable yet."""
-        return {name: one for name, one in self._book.databases[database].items() if one.durable}
+    def _durable_collections(self, database: str) -> dict[str, Collection]:
+        """The collections whose creation is durable."""
+        return {name: one for name, one in self._registry.databases[database].items() if one.durable}
 
     def _page(self, exchange: Exchange, path: str, names: list[str]) -> tuple[list[str], bytes]:
         query = parse_query(exchange.query)
@@ -329,14 +333,14 @@ class DatabaseListingRoutes:
             head += next_page_header(path, limit, page[-1])
         return page, head
 
-    def _shown(self, collection: Collection) -> dict[str, Any]:
+    def _to_json(self, collection: Collection) -> dict[str, Any]:
         return {
             "collection": collection.name,
             "source": collection.config.source,
-            "state": collection.shown_state,
+            "state": collection.reported_state,
             "partitions": collection.config.partitions,
-            "generation": self._book.generation(collection),
-            "documents": self._book.view.count(collection.number),
+            "generation": self._registry.generation(collection),
+            "documents": self._registry.view.count(collection.number),
         }
 
 
@@ -349,35 +353,35 @@ STATUS_METHODS = "GET, HEAD, OPTIONS"
 
 
 class StatusRoute:
-    def __init__(self, book: CollectionRegistry, gateway: Gateway) -> None:
-        self._book = book
+    def __init__(self, registry: CollectionRegistry, gateway: Gateway) -> None:
+        self._registry = registry
         self._gateway = gateway
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
         if method not in (b"GET", b"HEAD"):
             raise responses.method_not_allowed(STATUS_METHODS)
         authorise(identity, Action.READ_DATABASE, db=database)
-        found = self._book.database(database)
+        found = self._registry.database(database)
         gateway = self._gateway
         body = {
             "database": database,
             "connections": sum(1 for one in gateway.sessions if one.database == database),
             "watermark": round(gateway.level, 4),
-            "collections": [self._shown(found[name]) for name in sorted(found) if found[name].durable],
+            "collections": [self._to_json(found[name]) for name in sorted(found) if found[name].durable],
         }
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-    def _shown(self, collection: Collection) -> dict[str, Any]:
+    def _to_json(self, collection: Collection) -> dict[str, Any]:
         gateway, objectives = self._gateway, self._gateway.objectives
         targets = objectives.targets(collection)
-        burn = objectives.burn(collection.database, collection.name, collection)
-        watched = gateway.watched_if_any(collection)
+        burn = objectives.burn_rates(collection.database, collection.name, collection)
+        watched = gateway.find_watched(collection)
         return {
             "collection": collection.name,
-            "state": collection.shown_state,
-            "generation": self._book.generation(collection),
-            "documents": self._book.view.count(collection.number),
-            "lag": sum(self._book.lags(collection)),
+            "state": collection.reported_state,
+            "generation": self._registry.generation(collection),
+            "documents": self._registry.view.count(collection.number),
+            "lag": sum(self._registry.lags(collection)),
             "subscriptions": 0 if watched is None else len(watched.subscriptions),
             "predicates": 0 if watched is None else len(watched.matcher),
             "targets": {
@@ -387,5 +391,5 @@ class StatusRoute:
                 "bloomRatio": targets["bloom"],
             },
             "burn": {objective: round(value, 3) for objective, value in burn.items()},
-            "reason": objectives.reason(collection, burn),
+            "reason": objectives.explain(collection, burn),
         }

@@ -1,8 +1,6 @@
-"""Documents and changes: validation, the flat form that predicates see, and the entries of change streams.
+"""Documents and changes: validation, the flat form that predicates see, and entries of change streams.
 
-Documents: what may be written, and the flat form that predicates and clients see.
-
-A change: one committed write to one document, as it stands in the log.
+A change is one committed write to one document.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ Document = dict[str, Any]
 
 
 def load(body: bytes, bytes_max: int) -> Document:
-    """A document as it was sent: one JSON object, no key twice, within the bounds."""
+    """Parse a document: one JSON object without duplicate keys, within the limits."""
     return check(parse_json(body, bytes_max))
 
 
 def parse_json(body: bytes, bytes_max: int) -> object:
-    """JSON in which no key comes twice; what documents it holds has to be checked."""
+    """Parse JSON without duplicate keys; documents in it must be validated with `check`."""
     if len(body) > bytes_max:
-        raise TailraceError("payload_too_large", f"a document has at most {bytes_max} bytes")
+        raise TailraceError("payload_too_large", f"a document must have at most {bytes_max} bytes")
     try:
         return json.loads(body, object_pairs_hook=_object, parse_constant=_not_json)
     except RecursionError:
@@ -43,19 +41,19 @@ def parse_json(body: bytes, bytes_max: int) -> object:
 
 
 def check(value: object) -> Document:
-    """A value as a document, its numbers in the two forms there are: int64 and double."""
+    """Validate a document and normalize its numbers to int64 and double."""
     if not isinstance(value, dict):
-        raise TailraceError("invalid_request", "a document is a JSON object")
+        raise TailraceError("invalid_request", "a document must be a JSON object")
     return cast("Document", _normalize_numbers(cast("Document", value), DEPTH_MAX))
 
 
 def check_fields(document: Document, document_id: str) -> Document:
-    """User data without the names that are the server's; the id may be there if it is the right one."""
+    """Reject reserved field names; `id` is allowed if it equals the document's id."""
     for name in document:
         if name in RESERVED_FIELDS or name.startswith("_"):
             if name == "id" and document["id"] == document_id:
                 continue
-            raise TailraceError("reserved_field", f"the field {name!r} is the server's")
+            raise TailraceError("reserved_field", f"the field {name!r} is reserved")
     if "id" in document:
         return {name: value for name, value in document.items() if name != "id"}
     return document
@@ -65,14 +63,14 @@ def dump(document: Document, bytes_max: int) -> bytes:
     try:
         raw = orjson.dumps(document)
     except (orjson.JSONEncodeError, TypeError):
-        raise TailraceError("invalid_json", "the document holds text that is not Unicode") from None
+        raise TailraceError("invalid_json", "the document has strings that are not valid Unicode") from None
     if len(raw) > bytes_max:
-        raise TailraceError("payload_too_large", f"a document has at most {bytes_max} bytes")
+        raise TailraceError("payload_too_large", f"a document must have at most {bytes_max} bytes")
     return raw
 
 
 def merge_patch(target: object, patch: object) -> object:
-    """A merge patch (RFC 7396): null removes, objects merge, all else replaces."""
+    """Apply a merge patch (RFC 7396): null removes, objects merge, all else replaces."""
     if not isinstance(patch, dict):
         return patch
     merged: Document = dict(cast("Document", target)) if isinstance(target, dict) else {}
@@ -87,7 +85,7 @@ def merge_patch(target: object, patch: object) -> object:
 def flatten_document(
     data: Mapping[str, Any], document_id: str, collection: str, version: int, created_ms: int, updated_ms: int
 ) -> Document:
-    """The document as predicates see it. A field that has a name of the server's becomes `src_...`."""
+    """The document as predicates see it; user fields with reserved names become `src_...`."""
     found: Document = {}
     for name, value in data.items():
         found[f"src_{name}" if name in RESERVED_FIELDS or name.startswith("_") else name] = value
@@ -102,7 +100,7 @@ def flatten_document(
 def _object(pairs: list[tuple[str, Any]]) -> Document:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise TailraceError("invalid_json", "the document has a key twice")
+        raise TailraceError("invalid_json", "the document has a duplicate key")
     return found
 
 
@@ -135,7 +133,7 @@ def _double(value: int) -> float:
 
 
 def _too_deep() -> TailraceError:
-    return TailraceError("invalid_json", f"a document is nested at most {DEPTH_MAX} levels deep")
+    return TailraceError("invalid_json", f"a document must have at most {DEPTH_MAX} levels")
 
 
 ChangeOp = Literal["insert", "update", "replace", "delete"]
@@ -147,10 +145,10 @@ IMAGE_MISSING: Final = "missing"
 
 
 class ChangeImages(msgspec.Struct, frozen=True):
-    """Where the images are from.
+    """Origin of the images.
 
-    before: the source (full), the view, or none. after: full; lookup, as the source had it when it was asked
-    later; missing, as it was gone by then; none.
+    before: full (from the source), view, or none. after: full; lookup (read from the source later); missing
+    (deleted before the lookup); none.
     """
 
     before: str
@@ -177,7 +175,7 @@ NATIVE_SOURCE: Final = ChangeSource()
 
 
 class ChangeEntry(msgspec.Struct, frozen=True):
-    """The entry of a change stream. The images stay as they were written until somebody looks at them."""
+    """The entry of a change stream; the images stay encoded until they are used."""
 
     database: str
     collection: str
@@ -193,15 +191,15 @@ class ChangeEntry(msgspec.Struct, frozen=True):
     commitTime: str  # noqa: N815 - as above
     writeId: str | None = None  # noqa: N815 - as above
     source: ChangeSource = NATIVE_SOURCE
-    # What was asked for under that key, so that something else under it is told apart from a repeat.
+    # Digest of the request, to distinguish a repeat from another request with the same key.
     writeDigest: str | msgspec.UnsetType = msgspec.UNSET  # noqa: N815 - as above
-    lsn: str | msgspec.UnsetType = msgspec.UNSET  # of the source; a native change has its own offset
+    lsn: str | msgspec.UnsetType = msgspec.UNSET  # of the source; unset for native changes
     v: int = 1
     kind: str = "change"
 
 
 class BeforeUnknownError(Exception):
-    """The log does not say what the document was before the change, and nobody remembers."""
+    """The before-image of a change is neither in the log nor cached."""
 
 
 class _EntryKind(msgspec.Struct):
@@ -214,7 +212,7 @@ _decode_kind = msgspec.json.Decoder(_EntryKind).decode
 
 
 class Change:
-    """A change with its place in the log, and its two images when they are asked for."""
+    """A change with its position in the log; its images are decoded on first use."""
 
     __slots__ = ("_after", "_before", "entry", "partition", "seq", "updated_ms")
 
@@ -233,13 +231,12 @@ class Change:
         return found if isinstance(found, str) else None
 
     @property
-    def is_half(self) -> bool:
-        """Whether the entry leaves out what the document was before: the view knew it at that time."""
+    def lacks_before_image(self) -> bool:
+        """Whether the entry omits the before-image (store_before is off)."""
         entry = self.entry
         return entry.images.before == "view" and entry.before == RAW_NULL
 
-    def complete(self, before: bytes) -> None:
-        """Says what the document was."""
+    def set_before_image(self, before: bytes) -> None:
         self.entry = msgspec.structs.replace(self.entry, before=msgspec.Raw(before))
 
     @property
@@ -250,9 +247,9 @@ class Change:
             if entry.op == "insert" or prev is None:
                 self._before = None
                 return None
-            if self.is_half:
+            if self.lacks_before_image:
                 raise BeforeUnknownError(
-                    f"{entry.collection} keeps no documents as they were before a change (storeBefore)"
+                    f"{entry.collection} does not store documents before a change (storeBefore)"
                 )
             data: Document = orjson.loads(bytes(entry.before))
             self._before = flatten_document(
@@ -284,10 +281,10 @@ def encode_change(entry: ChangeEntry) -> bytes:
 
 
 def decode_change(raw: bytes | memoryview, partition: int, seq: int, time_ns: int) -> Change | None:
-    """The change of an entry; None for what readers pass over.
+    """The change of an entry; None for entries that readers skip.
 
-    That is entries of other kinds, and changes of which nobody can say what they made of the document: it was
-    gone when it was looked up, and that it is gone is the next that is said of it.
+    These are entries of other kinds, and changes without an after-image because the document was deleted
+    before it was looked up; its deletion follows.
     """
     try:
         entry = _decode(raw)

@@ -1,19 +1,17 @@
 """The document view: latest state of every document in SQLite, and its published form as Parquet files.
 
-The view: the latest state of every document, tombstones included, in an SQLite file of its own.
+The view is derived from the change streams and stores its position in each: what it lacks after a crash is
+read again, and an unusable file is deleted and rebuilt. One connection writes, on the loop thread; readers
+that need a consistent snapshot use their own connection.
 
-It is derived from the change streams and says how far it has read each: whatever it lacks after a crash is
-read again, and a file that cannot be used is thrown away. One connection writes, on the loop thread; every
-reader that has to see one moment for a while borrows a connection of its own.
-
-Published views: a collection's documents at one position of its changes, as Parquet on the object store.
+A published view has the documents of a collection at one position of its changes, on the object store:
 
     watch/views/<database>/<collection>/<generation>/_head.json
     watch/views/<database>/<collection>/<generation>/_<number, 20 digits>-<part, 5 digits>.parquet
 
-The head names the parts and the position of each partition that they hold. It is replaced as a whole, after
-all of its parts are there; parts never change. No segment of a collection's path begins with an underscore,
-so these names cannot meet those of a collection below.
+The head names the parts and the position of each partition. It is replaced as a whole after all its parts are
+stored; parts never change. No segment of a collection's path begins with an underscore, so these names cannot
+collide with those of nested collections.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ CREATE INDEX writes_by_time ON writes(at_ms);
 """
 _FIND: Final = """SELECT id, partition, seq, version, created_ms, updated_ms, deleted, data
 FROM documents WHERE collection=? AND id=?"""
-IDS_PER_STATEMENT: Final = 50  # in one statement; a list that is shorter repeats its last
+IDS_PER_STATEMENT: Final = 50  # shorter lists repeat their last id
 _IDS: Final = ", ".join("?" * IDS_PER_STATEMENT)
 _FIND_MANY: Final = _FIND.replace("id=?", f"id IN ({_IDS})")
 _COUNT: Final = "SELECT count(*) FROM documents WHERE collection=? AND deleted=0 AND id=?"
@@ -97,19 +95,19 @@ class _Rows(Protocol):
 
 
 class Execute(Protocol):
-    """What we use of a connection's `execute`; the library's own annotation is only partly known."""
+    """The part of a connection's `execute` in use; the library's annotation is incomplete."""
 
     def __call__(self, query: str, bindings: Sequence[object] = ()) -> _Rows: ...
 
 
 class ExecuteMany(Protocol):
-    """Likewise of `executemany`."""
+    """The part of `executemany` in use."""
 
     def __call__(self, query: str, bindings: Iterable[Sequence[object]]) -> object: ...
 
 
 class DocumentRow(NamedTuple):
-    """A document as the view has it. A tombstone keeps the data it had."""
+    """A row of the view; a tombstone has the last data."""
 
     id: str
     partition: int
@@ -122,7 +120,7 @@ class DocumentRow(NamedTuple):
 
 
 class WriteRow(NamedTuple):
-    """What one write with an idempotency key did to one document."""
+    """The effect of one write with an idempotency key."""
 
     write_id: str
     at_ms: int
@@ -130,17 +128,17 @@ class WriteRow(NamedTuple):
     id: str
     version: int
     op: str
-    digest: str = ""  # of what was asked for; empty if nobody wrote it down
+    digest: str = ""  # of the request; empty in older versions
 
 
 class PurgedTombstones(NamedTuple):
-    """The highest version and the last change among the tombstones of a partition that were given up."""
+    """The highest version and last change of the purged tombstones of a partition."""
 
     version: int
     seq: int
 
 
-PIECE_BYTES: Final = 1024 * 1024  # of documents that are read at once
+PIECE_BYTES: Final = 1024 * 1024  # of documents read at once
 NOTHING_PURGED: Final = PurgedTombstones(0, 0)
 
 
@@ -149,7 +147,7 @@ def _document_row(found: tuple[object, ...]) -> DocumentRow:
 
 
 def _id_chunks(ids: Sequence[str]) -> Iterator[list[str]]:
-    """As many as a statement takes."""
+    """The ids in lists of the size of one statement."""
     for begin in range(0, len(ids), IDS_PER_STATEMENT):
         some = list(ids[begin : begin + IDS_PER_STATEMENT])
         yield some + some[-1:] * (IDS_PER_STATEMENT - len(some))
@@ -168,7 +166,7 @@ def _open(path: Path) -> tuple[apsw.Connection, Execute]:
 
 
 class ViewSnapshot:
-    """The view as it was at one moment, for as long as the reader needs it."""
+    """A consistent state of the view."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
@@ -176,7 +174,7 @@ class ViewSnapshot:
     def documents_after(
         self, collection: int, after: str, limit: int, bytes_max: int = PIECE_BYTES
     ) -> list[DocumentRow]:
-        """Living documents in the order of their ids, at least one if there is one, and no more than fit."""
+        """Documents in the order of ids up to `bytes_max`, at least one if there is one; no tombstones."""
         rows: list[DocumentRow] = []
         size = 0
         for found in self._execute(_AFTER, (collection, after, limit)):
@@ -188,10 +186,10 @@ class ViewSnapshot:
         return rows
 
     def rows_after(self, collection: int, after: str, limit: int) -> list[DocumentRow]:
-        """All there is, tombstones included, in the order of the ids."""
+        """All rows in the order of ids, tombstones included."""
         return [_document_row(found) for found in self._execute(_ALL, (collection, after, limit))]
 
-    def documents_named(self, collection: int, ids: Iterable[str]) -> list[DocumentRow]:
+    def documents_by_id(self, collection: int, ids: Iterable[str]) -> list[DocumentRow]:
         found = [self._execute(_FIND, (collection, document_id)).fetchone() for document_id in ids]
         rows = [_document_row(row) for row in found if row is not None]
         return [row for row in rows if not row.deleted]
@@ -199,14 +197,14 @@ class ViewSnapshot:
     def changed_after(
         self, collection: int, partition: int, seq: int, limit: int
     ) -> list[tuple[str, int, int]]:
-        """Id, number and time of the last change of each document behind `seq`, tombstones included."""
+        """Id, seq and time of documents last changed after `seq`, tombstones included."""
         found = self._execute(_CHANGED, (collection, partition, seq, limit))
         return [cast("tuple[str, int, int]", row) for row in found]
 
-    def last_before(self, collection: int, partition: int, before_ms: int, tail: int) -> int:
-        """A number such that every document whose last change is behind it changed at `before_ms` or later.
+    def last_seq_before(self, collection: int, partition: int, before_ms: int, tail: int) -> int:
+        """A seq after which all documents were last changed at `before_ms` or later.
 
-        Times do not go back within a partition, so that it can be searched for.
+        Found by binary search, since times do not decrease within a partition.
         """
         low, high = 0, tail
         while low < high:
@@ -219,7 +217,7 @@ class ViewSnapshot:
         return low
 
     def positions(self, number: int, partitions: int) -> list[int]:
-        """How far each partition was read."""
+        """The applied position of each partition."""
         found = [0] * partitions
         for partition, seq in self._execute(
             "SELECT partition, seq FROM positions WHERE collection=?", (number,)
@@ -228,7 +226,7 @@ class ViewSnapshot:
         return found
 
     def purged(self, number: int, partitions: int) -> list[PurgedTombstones]:
-        """What is left of the tombstones that were given up, by partition."""
+        """The purged tombstones by partition."""
         found = [NOTHING_PURGED] * partitions
         for partition, version, seq in self._execute(
             "SELECT partition, version, seq FROM purged WHERE collection=?", (number,)
@@ -238,14 +236,14 @@ class ViewSnapshot:
 
 
 class DocumentView:
-    """All collections of a server."""
+    """The view of all collections of a server. Written by the loop thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._free: list[tuple[apsw.Connection, Execute]] = []
-        self._connection, self._execute = self._opened()
+        self._connection, self._execute = self._open_or_rebuild()
         self._execute_many = cast("ExecuteMany", self._connection.executemany)  # pyright: ignore[reportUnknownMemberType]
-        self.now = ViewSnapshot(self._execute)
+        self.current = ViewSnapshot(self._execute)
 
     def close(self) -> None:
         for connection, _ in self._free:
@@ -253,16 +251,19 @@ class DocumentView:
         self._free.clear()
         self._connection.close()
 
-    def _opened(self) -> tuple[apsw.Connection, Execute]:
+    def _open_or_rebuild(self) -> tuple[apsw.Connection, Execute]:
         try:
-            return self._with_tables()
+            return self._open_with_tables()
         except (apsw.Error, OSError) as error:
-            logger.warning("the view of the collections cannot be used and is made again: %s", error)
+            logger.warning(
+                "view file is unusable, rebuilding it",
+                extra={"fields": {"path": str(self._path), "error": str(error)}},
+            )
             for suffix in ("", "-wal", "-shm"):
                 Path(f"{self._path}{suffix}").unlink(missing_ok=True)
-            return self._with_tables()
+            return self._open_with_tables()
 
-    def _with_tables(self) -> tuple[apsw.Connection, Execute]:
+    def _open_with_tables(self) -> tuple[apsw.Connection, Execute]:
         connection, execute = _open(self._path)
         try:
             if execute("SELECT 1 FROM sqlite_schema WHERE name='facts'").fetchone() is None:
@@ -274,7 +275,7 @@ class DocumentView:
                 execute("COMMIT")
             found = execute("SELECT value FROM facts WHERE key='version'").fetchone()
             if found is None or found[0] != VIEW_VERSION:
-                raise OSError(f"it has the form {found and found[0]}, not {VIEW_VERSION}")
+                raise OSError(f"version {found and found[0]}, expected {VIEW_VERSION}")
         except BaseException:
             connection.close()
             raise
@@ -283,36 +284,36 @@ class DocumentView:
     # -- collections -----------------------------------------------------------------------------------
 
     def number_of(self, database: str, name: str, generation: int) -> int:
-        """The collection's number; what is known of another generation is forgotten."""
+        """The collection's number; rows of another generation are deleted."""
         found = self._execute(
             "SELECT number, generation FROM collections WHERE database=? AND name=?", (database, name)
         ).fetchone()
         if found is not None and found[1] == generation:
             return cast("int", found[0])
-        with self.writing():
+        with self.write_transaction():
             if found is not None:
-                self.forget(cast("int", found[0]))
+                self.delete_collection(cast("int", found[0]))
             self._execute(
                 "INSERT INTO collections(database, name, generation) VALUES(?, ?, ?)",
                 (database, name, generation),
             )
         return self._connection.last_insert_rowid()
 
-    def forget(self, number: int) -> None:
-        """Inside `writing`: nothing of the collection stays."""
+    def delete_collection(self, number: int) -> None:
+        """Delete all rows of a collection; call inside `write_transaction`."""
         for statement in _FORGET:
             self._execute(statement, (number,))
 
-    def keep_as(self, number: int, generation: int) -> None:
-        """The same documents in another generation."""
+    def set_generation(self, number: int, generation: int) -> None:
+        """Move the documents to another generation."""
         self._execute("UPDATE collections SET generation=? WHERE number=?", (generation, number))
 
     def positions(self, number: int, partitions: int) -> list[int]:
-        """How far each partition was read."""
-        return self.now.positions(number, partitions)
+        """The applied position of each partition."""
+        return self.current.positions(number, partitions)
 
     def count(self, number: int) -> int:
-        """Living documents."""
+        """The number of documents without tombstones."""
         found = self._execute("SELECT documents FROM collections WHERE number=?", (number,)).fetchone()
         return 0 if found is None else cast("int", found[0])
 
@@ -323,15 +324,15 @@ class DocumentView:
         return None if found is None else _document_row(found)
 
     def find_many(self, number: int, ids: Sequence[str]) -> dict[str, DocumentRow]:
-        """Those of the documents that there are, tombstones included."""
+        """The existing rows by id, tombstones included."""
         found: dict[str, DocumentRow] = {}
         for some in _id_chunks(ids):
             for row in map(_document_row, self._execute(_FIND_MANY, (number, *some))):
                 found[row.id] = row
         return found
 
-    def remembered(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
-        """What a write with this key did, if it is not too long ago."""
+    def find_writes(self, number: int, write_id: str, since_ms: int) -> list[WriteRow]:
+        """The effects of a write with this key since `since_ms`."""
         rows = self._execute(
             "SELECT write_id, at_ms, place, id, version, op, digest FROM writes"
             " WHERE collection=? AND write_id=? AND at_ms>=? ORDER BY place",
@@ -340,7 +341,7 @@ class DocumentView:
         return [WriteRow(*cast("tuple[str, int, int, str, int, str, str]", row)) for row in rows]
 
     @contextmanager
-    def writing(self) -> Generator[None]:
+    def write_transaction(self) -> Generator[None]:
         self._execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -353,8 +354,8 @@ class DocumentView:
     def apply(
         self, number: int, rows: Iterable[DocumentRow], writes: Iterable[WriteRow], positions: dict[int, int]
     ) -> None:
-        """Inside `writing`: what a stretch of the log did, and how far it goes."""
-        execute, last = self._execute, {row.id: row for row in rows}  # what was in between nobody can see
+        """Apply changes and set the positions; call inside `write_transaction`."""
+        execute, last = self._execute, {row.id: row for row in rows}  # intermediate states are not visible
         if last:
             added = sum(not row.deleted for row in last.values())
             for ids in _id_chunks(list(last)):
@@ -366,35 +367,35 @@ class DocumentView:
             execute("INSERT OR REPLACE INTO positions VALUES(?, ?, ?)", (number, partition, seq))
 
     def purge(self, number: int, before_ms: int, limit: int) -> int:
-        """Gives up older tombstones; what has to be known of them stays. Tells how many there were."""
+        """Delete old tombstones and record the highest version and seq; returns how many."""
         execute = self._execute
-        with self.writing():
+        with self.write_transaction():
             found = execute(_OVER, (number, before_ms, limit)).fetchall()
             for document_id, partition, version, seq in found:
                 execute("DELETE FROM documents WHERE collection=? AND id=?", (number, document_id))
-                self.note_purged(
+                self.record_purged(
                     number, cast("int", partition), PurgedTombstones(cast("int", version), cast("int", seq))
                 )
         return len(found)
 
-    def note_purged(self, number: int, partition: int, purged: PurgedTombstones) -> None:
-        """Inside `writing`."""
+    def record_purged(self, number: int, partition: int, purged: PurgedTombstones) -> None:
+        """Call inside `write_transaction`."""
         self._execute(
             "INSERT INTO purged VALUES(?, ?, ?, ?) ON CONFLICT(collection, partition) DO UPDATE SET"
             " version=max(version, excluded.version), seq=max(seq, excluded.seq)",
             (number, partition, *purged),
         )
 
-    def forget_writes(self, before_ms: int) -> None:
+    def delete_old_writes(self, before_ms: int) -> None:
         self._execute("DELETE FROM writes WHERE at_ms<?", (before_ms,))
 
     @contextmanager
-    def moment(self) -> Generator[ViewSnapshot]:
-        """The view as it is now, whatever is written meanwhile. Not for long: old pages are kept for it."""
+    def snapshot(self) -> Generator[ViewSnapshot]:
+        """A snapshot of the current view. Keep it short: SQLite retains old pages for it."""
         connection, execute = self._free.pop() if self._free else _open(self._path)
         try:
             execute("BEGIN")
-            execute("SELECT 1 FROM collections").fetchone()  # from here on the moment stands still
+            execute("SELECT 1 FROM collections").fetchone()  # starts the read transaction
             yield ViewSnapshot(execute)
         finally:
             if connection.in_transaction:
@@ -407,7 +408,7 @@ class DocumentView:
 
 @contextmanager
 def open_snapshot(path: Path) -> Generator[ViewSnapshot]:
-    """A moment of its own for a thread of its own: copies of whole collections take a while."""
+    """A snapshot with its own connection, for long copies on another thread."""
     connection, execute = _open(path)
     try:
         execute("BEGIN")
@@ -425,22 +426,22 @@ VIEW_COLUMNS: Final = ("id", "partition", "seq", "version", "created_ms", "updat
 
 
 class PublishedViewHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a published view is."""
+    """The head of a published view."""
 
     database: str
     collection: str
     generation: int
-    number: int  # one more with each publication
+    number: int  # increases with each publication
     at_ms: int
     positions: list[int]
-    purged: list[PurgedTombstones]  # of each partition
+    purged: list[PurgedTombstones]  # per partition
     parts: list[str]
     rows: int
     format: int = VIEW_FORMAT
 
 
 class InvalidViewError(Exception):
-    """What is on the object store is no published view."""
+    """A head or part on the object store is invalid."""
 
 
 def view_folder(database: str, collection: str, generation: int) -> str:
@@ -466,18 +467,18 @@ def decode_head(raw: bytes) -> PublishedViewHead:
     try:
         head = msgspec.json.decode(raw, type=PublishedViewHead)
     except msgspec.MsgspecError as error:
-        raise InvalidViewError(f"the head of a view cannot be read: {error}") from None
+        raise InvalidViewError(f"cannot decode view head: {error}") from None
     if head.format != VIEW_FORMAT or len(head.positions) != len(head.purged):
-        raise InvalidViewError(f"the head of a view has the form {head.format}, not {VIEW_FORMAT}")
+        raise InvalidViewError(f"view head has format {head.format}, expected {VIEW_FORMAT}")
     return head
 
 
-def view_parts(moment: ViewSnapshot, number: int) -> Iterator[list[DocumentRow]]:
-    """Every row of a collection, in pieces that are each one part."""
+def view_parts(snapshot: ViewSnapshot, number: int) -> Iterator[list[DocumentRow]]:
+    """All rows of a collection, in lists of one part each."""
     rows: list[DocumentRow] = []
     size = 0
     after = ""
-    while page := moment.rows_after(number, after, PAGE_ROWS):
+    while page := snapshot.rows_after(number, after, PAGE_ROWS):
         after = page[-1].id
         for row in page:
             if rows and (len(rows) >= PART_ROWS_MAX or size + len(row.data) > PART_BYTES_MAX):
@@ -490,7 +491,7 @@ def view_parts(moment: ViewSnapshot, number: int) -> Iterator[list[DocumentRow]]
 
 
 def encode_part(rows: Iterable[DocumentRow]) -> bytes:
-    """Rows as a Parquet file. Arrow is loaded when the first view is published."""
+    """Rows as a Parquet file; Arrow is imported on first use."""
     from tailrace.storage.segments.parquet import pa, pq
 
     columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)]
@@ -509,6 +510,6 @@ def decode_part(raw: bytes) -> list[DocumentRow]:
         table = pq.read_table(io.BytesIO(raw))
         columns: list[list[Any]] = [table.column(name).to_pylist() for name in VIEW_COLUMNS]
     except (pa.ArrowException, KeyError, ValueError) as error:
-        raise InvalidViewError(f"a part of a view cannot be read: {error}") from None
+        raise InvalidViewError(f"cannot decode view part: {error}") from None
     columns[VIEW_COLUMNS.index("deleted")] = [int(value) for value in columns[VIEW_COLUMNS.index("deleted")]]
     return [DocumentRow(*values) for values in zip(*columns, strict=True)]

@@ -1,10 +1,7 @@
 """Document writes: conditions, idempotency keys, and one committed record per request.
 
-One write to a document: as it is asked for, decided and answered.
-
-A request that comes again under its idempotency key: is it the same one, and what was its answer?
-
-Writing documents: decided one after the other against planned state, one record for each request.
+Writes are decided one after the other against planned state, which may not be durable yet. A request that is
+repeated under its idempotency key gets the result of the first one.
 """
 
 from __future__ import annotations
@@ -38,13 +35,12 @@ from tailrace.watch.document import (
 from tailrace.watch.document_view import WriteRow
 from tailrace.watch.names import DocumentPath
 
-# Asked when the write's turn has come, with the document as it is then: a result settles the write, None lets
-# it go on.
+# Called when the write is decided, with the current document: a result completes the write, None continues.
 WriteDecider = Callable[[Collection, "DocumentState | None"], "WriteResult | None"]
 
 
 class DocumentWrite(NamedTuple):
-    """One write as it was asked for."""
+    """One requested write."""
 
     op: Literal["put", "patch", "delete"]
     path: DocumentPath
@@ -52,12 +48,12 @@ class DocumentWrite(NamedTuple):
     if_version: int | None = None
     if_present: bool = False
     if_absent: bool = False
-    judge: WriteDecider | None = None
-    buries: bool = False  # a delete of what never was leaves a tombstone with `data`
+    decider: WriteDecider | None = None
+    creates_tombstone: bool = False  # a delete of a missing document creates a tombstone with `data`
 
 
 class WriteResult(msgspec.Struct):
-    """What became of one write."""
+    """The outcome of one write."""
 
     path: str
     status: int
@@ -65,7 +61,7 @@ class WriteResult(msgspec.Struct):
     updated_ms: int | None = None
     error: TailraceError | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"path": self.path, "status": self.status}
         if self.version is not None:
             found["version"] = self.version
@@ -75,7 +71,7 @@ class WriteResult(msgspec.Struct):
 
 
 class DocumentState(NamedTuple):
-    """A document as the next decision sees it: perhaps not durable yet."""
+    """A document including planned writes, possibly not durable yet."""
 
     version: int
     created_ms: int
@@ -85,34 +81,34 @@ class DocumentState(NamedTuple):
 
 
 _STATUSES: Final = {"insert": 201, "delete": 204}
-# What the log says of a change, by what was asked for.
+# Operation in the log by requested operation.
 _OPS: Final = {"put": ("insert", "replace"), "patch": ("update",), "delete": ("delete",)}
 
 
 def idempotency_conflict() -> TailraceError:
-    """Whoever gets the answer of another request would take its own write for made."""
+    """A client with the result of another request would assume that its own write was made."""
     return TailraceError("conflict", "this Idempotency-Key was used for another request")
 
 
 def write_digest(write: DocumentWrite) -> str:
-    """The same for the same content, however it was spelled; empty if there is none."""
+    """A hash of the parsed content; empty if there is none."""
     if write.data is None:
         return ""
     try:
         content = orjson.dumps(write.data, option=orjson.OPT_SORT_KEYS)
     except TypeError:
-        raise TailraceError("invalid_json", "the document holds text that is not Unicode") from None
+        raise TailraceError("invalid_json", "the document has strings that are not valid Unicode") from None
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def is_same_request(writes: Sequence[DocumentWrite], others: Sequence[DocumentWrite]) -> bool:
-    """Whether both write the same to the same documents, in the same way."""
-    asked, known = ([(one.op, one.path, write_digest(one)) for one in some] for some in (writes, others))
-    return asked == known
+    """Whether both requests have the same writes."""
+    request, known = ([(one.op, one.path, write_digest(one)) for one in some] for some in (writes, others))
+    return request == known
 
 
 def repeated_results(writes: Sequence[DocumentWrite], made: Sequence[WriteRow]) -> list[WriteResult]:
-    """The results of the first time, write by write. Only what changed something is in the log."""
+    """The results of the first request; only effective writes are in the log."""
     rows, results = list(reversed(made)), list[WriteResult]()
     for write in writes:
         path = f"{write.path.collection}/{write.path.id}"
@@ -122,8 +118,10 @@ def repeated_results(writes: Sequence[DocumentWrite], made: Sequence[WriteRow]) 
                 raise idempotency_conflict()
             results.append(WriteResult(path, _STATUSES.get(row.op, 200), row.version, row.at_ms))
         else:
-            refusal = TailraceError("conflict", "this write changed nothing when the request came first")
-            results.append(WriteResult(path, refusal.status, error=refusal))
+            error = TailraceError(
+                "conflict", "this write had no effect in the first request with this Idempotency-Key"
+            )
+            results.append(WriteResult(path, error.status, error=error))
     if rows:
         raise idempotency_conflict()
     return results
@@ -136,23 +134,23 @@ WriteCallback = Callable[[list[WriteResult], TailraceError | None], None]
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """A document as it should be, with the number of the change that the view has of it now."""
+    """The correct state of a document, and the seq that the view has of it."""
 
     id: str
     seen: int | None
     version: int
     created_ms: int
     deleted: bool
-    data: Document  # of a tombstone: the last there was
+    data: Document  # of a tombstone: the last data
 
 
-# Asked before each write, with collection, method, and the flat document before and after; raises if the
-# rules say no.
+# Called before each write with collection, method, and the flat document before and after; raises if the
+# rules deny it.
 WriteCheck = Callable[[Collection, str, Document | None, Document | None], None]
 
 
 class _WritePlan:
-    """A request's writes as far as they are decided. Nothing outside knows of it until it is submitted."""
+    """The decided writes of a request, not submitted yet."""
 
     def __init__(self, now_ns: int, txn_id: str, write_id: str | None) -> None:
         self.now_ns = now_ns
@@ -165,7 +163,7 @@ class _WritePlan:
 
 
 class _SubmittedWrites(msgspec.Struct, eq=False):
-    """Who is told when the record is durable."""
+    """The callbacks of a submitted record."""
 
     writes: Sequence[DocumentWrite]
     results: list[WriteResult]
@@ -173,30 +171,30 @@ class _SubmittedWrites(msgspec.Struct, eq=False):
     remembered: tuple[Collection, str] | None = None
     repeats: list[WriteCallback] = msgspec.field(
         default_factory=list[WriteCallback]
-    )  # those that came meanwhile
+    )  # repeats that arrived meanwhile
 
 
 class DocumentWriter:
-    """The sequencer of all native collections. Owned by the loop thread."""
+    """Sequences the writes of all native collections. Owned by the loop thread."""
 
-    def __init__(self, book: CollectionRegistry, *, document_bytes: int) -> None:
-        self._book = book
-        self._log = book.log
+    def __init__(self, registry: CollectionRegistry, *, document_bytes: int) -> None:
+        self._registry = registry
+        self._log = registry.log
         self._bytes_max = document_bytes
         self._planned: dict[tuple[Collection, str], DocumentState] = {}
-        self._under_way: dict[tuple[Collection, str], _SubmittedWrites] = {}
+        self._in_flight: dict[tuple[Collection, str], _SubmittedWrites] = {}
         self._failures = self._log.failures
         self._count = 0
 
     def on_applied(self, collection: Collection, change: Change) -> None:
-        """A change is durable: the view has it from now on."""
+        """A change is durable and in the view: drop its planned state."""
         key = (collection, change.entry.documentKey)
         planned = self._planned.get(key)
         if planned is not None and planned.version <= change.entry.version:
             del self._planned[key]
 
     def forget(self, collection: Collection) -> None:
-        """The collection was deleted: what was planned for it has happened, and is gone with it."""
+        """The collection was deleted: drop its planned state."""
         self._planned = {key: state for key, state in self._planned.items() if key[0] is not collection}
 
     def write(
@@ -204,55 +202,57 @@ class DocumentWriter:
         database: str,
         writes: Sequence[DocumentWrite],
         allowed: WriteCheck,
-        answer: WriteCallback,
+        callback: WriteCallback,
         *,
         atomic: bool = False,
         write_id: str | None = None,
     ) -> None:
-        """Decides and submits; `answer` comes when what it says is durable."""
+        """Decide and submit writes; `callback` is called when the result is durable."""
         self._forget_failed()
-        self._book.database(database)
-        if write_id is not None and self._repeated(database, writes, write_id, answer):
+        self._registry.database(database)
+        if write_id is not None and self._respond_to_repeat(database, writes, write_id, callback):
             return
         self._count += 1
         if self._count % FORGET_EVERY == 0:
-            self._book.view.forget_writes(self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS)
+            self._registry.view.delete_old_writes(
+                self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS
+            )
         now_ns = self._log.clock.now_ns()
         plan = _WritePlan(now_ns, f"{now_ns:x}-{self._count:x}", write_id)
-        results = [self._decided(database, write, plan, allowed) for write in writes]
+        results = [self._decide_write(database, write, plan, allowed) for write in writes]
         failed = any(result.error is not None for result in results)
         if not plan.entries or (atomic and failed):
-            self._answer_later(results, answer)
+            self._respond_when_durable(results, callback)
             return
-        self._submit(database, plan, _SubmittedWrites(writes, results, answer))
+        self._submit(database, plan, _SubmittedWrites(writes, results, callback))
 
-    def correct(
-        self, collection: Collection, corrections: Sequence[Correction], name: str, answer: WriteCallback
+    def apply_corrections(
+        self, collection: Collection, corrections: Sequence[Correction], name: str, callback: WriteCallback
     ) -> None:
-        """Writes down how documents are, where the view has them otherwise; a repeat has no effect."""
+        """Write corrected documents where the view differs; a repeat has no effect."""
         self._forget_failed()
         writes = [
             DocumentWrite("delete" if one.deleted else "put", DocumentPath(collection.name, one.id))
             for one in corrections
         ]
-        if self._repeated(collection.database, writes, name, answer):
+        if self._respond_to_repeat(collection.database, writes, name, callback):
             return
         self._count += 1
         now_ns = self._log.clock.now_ns()
         plan = _WritePlan(now_ns, f"{now_ns:x}-{self._count:x}", name)
-        results = [self._corrected(collection, one, plan) for one in corrections]
+        results = [self._apply_correction(collection, one, plan) for one in corrections]
         if plan.entries:
-            self._submit(collection.database, plan, _SubmittedWrites(writes, results, answer))
+            self._submit(collection.database, plan, _SubmittedWrites(writes, results, callback))
         else:
-            self._answer_later(results, answer)
+            self._respond_when_durable(results, callback)
 
-    def _corrected(self, collection: Collection, one: Correction, plan: _WritePlan) -> WriteResult:
+    def _apply_correction(self, collection: Collection, one: Correction, plan: _WritePlan) -> WriteResult:
         path, key = f"{collection.name}/{one.id}", (collection, one.id)
-        self._book.check_applied(collection)
-        row = self._book.view.find(collection.number, one.id)
+        self._registry.check_applied(collection)
+        row = self._registry.view.find(collection.number, one.id)
         if key in self._planned or key in plan.states or (None if row is None else row.seq) != one.seen:
-            refusal = _mismatch("the document was written meanwhile", None if row is None else row.version)
-            return WriteResult(path, refusal.status, error=refusal)
+            error = _mismatch("the document was changed meanwhile", None if row is None else row.version)
+            return WriteResult(path, error.status, error=error)
         lives = row is not None and not row.deleted
         before: DocumentState | None = None
         if row is not None and lives:
@@ -260,7 +260,7 @@ class DocumentWriter:
         partition = names.partition_for_key(one.id, collection.config.partitions)
         stream = collection.stream(partition)
         updated_ms = max(self._last_ns(stream), plan.now_ns) // 1_000_000
-        # Of what the view has forgotten only the highest version is left.
+        # Of purged tombstones only the highest version is known.
         known = collection.purged[partition] if row is None else row.version
         version = max(one.version, known) + 1
         raw = document.dump(one.data, self._bytes_max)
@@ -269,7 +269,7 @@ class DocumentWriter:
             collection, DocumentWrite("put", DocumentPath(collection.name, one.id)), plan, before, after
         )
         if one.deleted and before is None:
-            # Nobody sees it go, but its content and its version are known again.
+            # Not visible to subscribers, but restores content and version of the tombstone.
             entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
         plan.index += 1
         plan.entries.setdefault(stream, []).append(encode_change(entry))
@@ -278,7 +278,7 @@ class DocumentWriter:
 
     # -- deciding --------------------------------------------------------------------------------------
 
-    def _decided(
+    def _decide_write(
         self,
         database: str,
         write: DocumentWrite,
@@ -287,11 +287,11 @@ class DocumentWriter:
     ) -> WriteResult:
         path = f"{write.path.collection}/{write.path.id}"
         try:
-            return self._decide(database, write, plan, allowed, path)
-        except TailraceError as refusal:
-            return WriteResult(path, refusal.status, error=refusal)
+            return self._plan_write(database, write, plan, allowed, path)
+        except TailraceError as error:
+            return WriteResult(path, error.status, error=error)
 
-    def _decide(
+    def _plan_write(
         self,
         database: str,
         write: DocumentWrite,
@@ -302,10 +302,10 @@ class DocumentWriter:
         collection = self._collection(database, write.path.collection, plan)
         key = (collection, write.path.id)
         state = plan.states.get(key) or self._state(collection, write.path.id)
-        if write.judge is not None and (settled := write.judge(collection, state)) is not None:
+        if write.decider is not None and (settled := write.decider(collection, state)) is not None:
             return settled
         lives = state is not None and not state.deleted
-        buried = write.data if write.buries and state is None else None
+        buried = write.data if write.creates_tombstone and state is None else None
         old = buried
         if state is not None and lives:
             old = orjson.loads(state.data)
@@ -321,23 +321,23 @@ class DocumentWriter:
         if not lives and write.op != "put" and buried is None:
             if write.op == "delete" and state is not None:
                 return WriteResult(path, 204, state.version, state.updated_ms)
-            raise TailraceError("not_found", f"there is no document {path!r}")
+            raise TailraceError("not_found", f"document {path!r} not found")
         partition = names.partition_for_key(write.path.id, collection.config.partitions)
         stream = collection.stream(partition)
         last_ns = self._last_ns(stream)
         updated_ms = max(last_ns, plan.now_ns) // 1_000_000
-        kept = buried if new is None else new
-        raw = b"" if kept is None else document.dump(kept, self._bytes_max)
+        retained = buried if new is None else new
+        raw = b"" if retained is None else document.dump(retained, self._bytes_max)
         next_state = DocumentState(
             1 + (collection.purged[partition] if state is None else state.version),
             state.created_ms if state is not None and lives else updated_ms,
             updated_ms,
             new is None,
-            raw if kept is not None or state is None else state.data,
+            raw if retained is not None or state is None else state.data,
         )
         entry = self._entry(collection, write, plan, state if lives else None, next_state)
         if buried is not None:
-            # Nobody sees it go, but those who replicate learn that it is not there.
+            # Not visible to subscribers, but replicating clients learn that it does not exist.
             entry = msgspec.structs.replace(entry, op="delete", before=msgspec.Raw(raw))
         plan.index += 1
         plan.entries.setdefault(stream, []).append(encode_change(entry))
@@ -373,8 +373,8 @@ class DocumentWriter:
         op: ChangeOp = "insert" if before is None else "delete" if after.deleted else "replace"
         if write.op == "patch":
             op = "update"
-        # A tombstone keeps the last content, which nothing else in its entry says.
-        stored = after.deleted or collection.decided.store_before
+        # The before-image of a delete is the data of the tombstone.
+        stored = after.deleted or collection.effective_config.store_before
         image = "none" if before is None else "full" if stored else "view"
         return ChangeEntry(
             database=collection.database,
@@ -394,14 +394,14 @@ class DocumentWriter:
         )
 
     def _collection(self, database: str, name: str, plan: _WritePlan) -> Collection:
-        found = self._book.writable(database, name) or plan.made.get((database, name))
+        found = self._registry.writable(database, name) or plan.made.get((database, name))
         if found is None:
-            wanted = self._book.partitions_for(name)
-            found = plan.made[database, name] = self._book.planned(database, name, wanted)
+            expected = self._registry.partitions_for(name)
+            found = plan.made[database, name] = self._registry.plan(database, name, expected)
         if found.config.source != NATIVE:
             raise TailraceError(
                 "read_only_collection",
-                f"the collection follows the source {found.config.source!r} and cannot be written",
+                f"the collection follows the source {found.config.source!r} and is read-only",
                 headers=(("Allow", "GET, HEAD, OPTIONS"),),
             )
         return found
@@ -410,8 +410,8 @@ class DocumentWriter:
         planned = self._planned.get((collection, document_id))
         if planned is not None:
             return planned
-        self._book.check_applied(collection)
-        row = self._book.view.find(collection.number, document_id)
+        self._registry.check_applied(collection)
+        row = self._registry.view.find(collection.number, document_id)
         if row is None:
             return None
         return DocumentState(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
@@ -433,69 +433,69 @@ class DocumentWriter:
         append_to_streams(self._log, parts, plan.now_ns, self._settled, submitted)
         for (_, name), collection in plan.made.items():
             if name in used:
-                self._book.add(collection)
+                self._registry.add(collection)
         self._planned.update(plan.states)
         if plan.write_id is not None:
             first = submitted.writes[0].path.collection
-            submitted.remembered = (self._book.databases[database][first], plan.write_id)
-            self._under_way[submitted.remembered] = submitted
+            submitted.remembered = (self._registry.databases[database][first], plan.write_id)
+            self._in_flight[submitted.remembered] = submitted
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         submitted = transaction.context
         assert isinstance(submitted, _SubmittedWrites)
         if submitted.remembered is not None:
-            self._under_way.pop(submitted.remembered, None)
+            self._in_flight.pop(submitted.remembered, None)
         for tell in (submitted.answer, *submitted.repeats):
             tell(submitted.results, error)
 
-    def _answer_later(self, results: list[WriteResult], answer: WriteCallback) -> None:
-        """A refusal may rest on what is not durable yet: it waits for that."""
+    def _respond_when_durable(self, results: list[WriteResult], callback: WriteCallback) -> None:
+        """An error may depend on writes that are not durable yet: wait for these."""
         newest = self._log.committer.newest
         if newest is None or not self._planned:
-            answer(results, None)
+            callback(results, None)
         else:
-            newest.waiting.append(lambda error: answer(results, error))
+            newest.waiting.append(lambda error: callback(results, error))
 
-    def _repeated(
-        self, database: str, writes: Sequence[DocumentWrite], write_id: str, answer: WriteCallback
+    def _respond_to_repeat(
+        self, database: str, writes: Sequence[DocumentWrite], write_id: str, callback: WriteCallback
     ) -> bool:
-        """Whether a request with this key was made before; its first answer is given again."""
-        collection = self._book.find(database, writes[0].path.collection)
+        """Answer a request whose key was used before; False if it is new."""
+        collection = self._registry.find(database, writes[0].path.collection)
         if collection is None:
             return False
-        first = self._under_way.get((collection, write_id))
+        first = self._in_flight.get((collection, write_id))
         if first is not None:
             if not is_same_request(writes, first.writes):
                 raise idempotency_conflict()
-            first.repeats.append(answer)
-            self.note_repeats(database, collection.name, "write", 1)
+            first.repeats.append(callback)
+            self.count_repeats(database, collection.name, "write", 1)
             return True
-        self._book.check_applied(collection)
+        self._registry.check_applied(collection)
         since_ms = self._log.clock.now_ns() // 1_000_000 - WRITE_ID_RETENTION_MS
-        found = self._book.view.remembered(collection.number, write_id, since_ms)
+        found = self._registry.view.find_writes(collection.number, write_id, since_ms)
         if not found:
             return False
-        answer(repeated_results(writes, found), None)
-        self.note_repeats(database, collection.name, "write", 1)
+        callback(repeated_results(writes, found), None)
+        self.count_repeats(database, collection.name, "write", 1)
         return True
 
-    def note_repeats(self, database: str, name: str, stage: str, count: int) -> None:
-        """So many requests or rows came once more, and changed nothing."""
-        self._book.tallies.of(self._book.find(database, name)).dropped[stage] += count
+    def count_repeats(self, database: str, name: str, stage: str, count: int) -> None:
+        """Count repeated requests or rows that had no effect."""
+        self._registry.counters.for_collection(self._registry.find(database, name)).dropped[stage] += count
 
     def _forget_failed(self) -> None:
-        """After a commit that failed nothing of what was planned happened."""
+        """After a failed commit: drop all planned state."""
         if self._log.failures != self._failures:
             self._failures = self._log.failures
             self._planned.clear()
-            self._under_way.clear()
-            self._book.drop_unmade()
+            self._in_flight.clear()
+            self._registry.drop_uncommitted()
 
 
 def _check_conditions(write: DocumentWrite, state: DocumentState | None, lives: bool) -> None:
     current = state.version if state is not None and lives else None
     if write.if_absent and lives:
-        raise _mismatch("the document exists", current)
+        raise _mismatch("the document already exists", current)
     if write.if_present and not lives:
         raise _mismatch("the document does not exist", current)
     if write.if_version is not None and write.if_version != current:

@@ -1,13 +1,12 @@
-"""What evaluating an expression may cost: steps, each a value looked at or about a kibibyte of text.
+"""The cost of evaluating expressions, in steps: one value visited, or about a kibibyte of text.
 
-Closures charge the meter as they run, before they do what costs something. The CEL library can be neither
-metered nor interrupted, so for what it evaluates an upper bound is charged before it starts.
-
-Nodes outside of quantifiers are not charged: an expression has at most 500 of them.
+Compiled closures charge the meter before they do expensive work. The CEL library can be neither metered nor
+interrupted, so an upper bound is charged before it starts. Nodes outside of quantifiers are not charged: an
+expression has at most 500 of them.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Values are whatever JSON holds.
+# Values are any JSON.
 
 from __future__ import annotations
 
@@ -29,39 +28,39 @@ from tailrace.watch.cel import (
     field_path,
 )
 
-STEPS_MAX: Final = 10_000  # on one document; about 5 ms
-TEXT_SHIFT: Final = 10  # 1,024 characters are copied or compared in one step
+STEPS_MAX: Final = 10_000  # per document; about 5 ms
+TEXT_SHIFT: Final = 10  # 1,024 characters per step
 
 # CPython searches short texts in time proportional to the product of both lengths, long ones linearly.
 _SEARCH_SHIFT: Final = 9
 _SHORT_TEXT: Final = 2_500
 _SHORT_PATTERN, _MIDDLE_TEXT = 100, 30_000
 _PRODUCT_SHIFT: Final = 13
-# The library does so for texts of any length: steps for each kibibyte, and pattern bytes for one more.
+# The library does so for all lengths: steps per kibibyte, and pattern bytes for one more.
 _LIBRARY_SEARCH: Final = 8
 _LIBRARY_PATTERN_BYTES: Final = 16
 
 
 class CostExceededError(Exception):
-    """The expression takes more steps than it may; that is not the same as not matching."""
+    """The expression exceeds its steps; whether it matches is unknown."""
 
 
 class EvaluationPostponedError(Exception):
-    """The expression takes more steps than are left now; it may have them later."""
+    """The expression exceeds the steps left in this time slice; it may be evaluated later."""
 
 
 class StepMeter(threading.local):
-    """Steps of the evaluation that this thread is in."""
+    """The steps of the current evaluation, per thread."""
 
-    allowance = STEPS_MAX  # for one evaluation
+    allowance = STEPS_MAX  # per evaluation
     left = STEPS_MAX
-    spent = 0  # by all evaluations
+    spent = 0  # in all evaluations
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self.left = self.allowance
 
     def charge(self, steps: int) -> None:
-        """Before the steps are taken: what cannot be afforded is not begun."""
+        """Call before the work: raises if the steps are not left."""
         if steps > self.left:
             raise CostExceededError if self.allowance == STEPS_MAX else EvaluationPostponedError
         self.left -= steps
@@ -69,10 +68,9 @@ class StepMeter(threading.local):
 
 
 class StepBudget:
-    """Steps that all evaluations between two turns of an event loop have together.
+    """The steps of all evaluations in one iteration of the event loop.
 
-    Once they are used up, every expression still has its share: the cheap ones are decided whatever the
-    others cost.
+    Once they are used up, every expression still has a small share, so that cheap ones are decided.
     """
 
     __slots__ = ("_steps", "left")
@@ -87,15 +85,15 @@ class StepBudget:
     def is_used(self) -> bool:
         return self.left < self._steps
 
-    def renew(self) -> None:
+    def refill(self) -> None:
         self.left = self._steps
 
-    def allow(self) -> int:
-        """Sets what the next evaluations on this thread may spend; tells what was spent so far."""
+    def begin(self) -> int:
+        """Set the allowance of the next evaluations on this thread; returns the steps spent so far."""
         METER.allowance = STEPS_MAX if self.left >= STEPS_MAX else max(self.SHARE, self.left)
         return METER.spent
 
-    def account(self, spent_before: int) -> None:
+    def end(self, spent_before: int) -> None:
         METER.allowance = STEPS_MAX
         self.left -= METER.spent - spent_before
 
@@ -105,7 +103,7 @@ charge: Final = METER.charge
 
 
 def search_steps(text: int, pattern: int) -> int:
-    """To look for a pattern in a text, by the lengths of both."""
+    """The steps of searching a pattern in a text, by their lengths."""
     steps = (text + pattern) >> _SEARCH_SHIFT
     if text < _SHORT_TEXT or (pattern < _SHORT_PATTERN and text < _MIDDLE_TEXT):
         steps += (text * pattern) >> _PRODUCT_SHIFT
@@ -113,9 +111,9 @@ def search_steps(text: int, pattern: int) -> int:
 
 
 def value_weight(value: Any) -> int:
-    """Steps to go through what a value holds: a scalar or a short text weighs nothing.
+    """The steps to visit all of a value: a scalar or short string costs nothing.
 
-    A value that is too heavy for any budget is not walked to its end.
+    Stops at values that exceed any budget.
     """
     steps = 0
     pending: list[Any] = [value]
@@ -141,16 +139,16 @@ class _NodeBound(NamedTuple):
 
 
 class LibraryCostBound:
-    """An upper bound of what the library does to evaluate an expression on a document."""
+    """An upper bound of the steps of the CEL library for an expression."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._fields = _document_fields(node)
 
     def charge(self, document: dict[str, Any], variables: dict[str, Any]) -> dict[str, Any]:
-        """Charges the bound, and gives the part of the document that the expression can see.
+        """Charge the bound; returns the fields of the document that the expression uses.
 
-        The library converts a whole document before it looks at any of it.
+        The library converts the whole document that it is given.
         """
         seen = document
         if self._fields is not None:
@@ -158,12 +156,12 @@ class LibraryCostBound:
         converted = value_weight(seen)
         charge(converted)
         bounds = _NodeBounds(seen, converted, value_weight(variables.get(REQUEST)))
-        charge(bounds.of(self._node, 0).steps)
+        charge(bounds.bound_of(self._node, 0).steps)
         return seen
 
 
 def _document_fields(node: Node) -> frozenset[str] | None:
-    """The top-level fields that an expression names; None if it may look at all of them."""
+    """The top-level fields that an expression uses; None if it may use all."""
     if isinstance(node, Ident):
         return None if node.name == DOC else frozenset()
     path = field_path(Select(node.operand, node.field) if isinstance(node, Select) else node)
@@ -186,24 +184,24 @@ class _NodeBounds:
         self._document_weight = document_weight
         self._request_weight = request_weight
 
-    def of(self, node: Node, element: int) -> _NodeBound:
-        """`element` is the weight of the heaviest element that the quantifier around the node looks at."""
+    def bound_of(self, node: Node, element: int) -> _NodeBound:
+        """`element` is the weight of the heaviest element of the enclosing quantifier."""
         if isinstance(node, Const):
             return _NodeBound(value_weight(node.value), 1)
         if isinstance(node, Ident):
             known = {DOC: self._document_weight, REQUEST: self._request_weight}
             return _NodeBound(known.get(node.name, element), 1)
         if isinstance(node, Select) and node.test:
-            return _NodeBound(0, 1 + self.of(node.operand, element).steps)
+            return _NodeBound(0, 1 + self.bound_of(node.operand, element).steps)
         path = field_path(node)
         if path is not None:
             return _NodeBound(value_weight(self._at(path)), len(path))
         if isinstance(node, Select):
-            operand = self.of(node.operand, element)
+            operand = self.bound_of(node.operand, element)
             return _NodeBound(operand.weight, operand.steps + 1)
         if isinstance(node, Quantified):
             return self._quantified(node)
-        parts = [self.of(child, element) for child in children(node)]
+        parts = [self.bound_of(child, element) for child in children(node)]
         heavy, steps = sum(part.weight for part in parts), 1 + sum(part.steps for part in parts)
         if isinstance(node, ListLiteral | MapLiteral):
             return _NodeBound(len(parts) + heavy, steps + heavy)
@@ -214,14 +212,14 @@ class _NodeBounds:
         return _NodeBound(_call_weight(node, parts, heavy), steps + heavy)
 
     def _quantified(self, node: Quantified) -> _NodeBound:
-        within = self.of(node.range, 0)
+        within = self.bound_of(node.range, 0)
         path = field_path(node.range)
         found = None if path is None else self._at(path)
         if type(found) is list or type(found) is dict:
             count, element = len(found), max(map(value_weight, found), default=0)
         else:
             count = element = within.weight
-        return _NodeBound(0, within.steps + count * (1 + self.of(node.condition, element).steps))
+        return _NodeBound(0, within.steps + count * (1 + self.bound_of(node.condition, element).steps))
 
     def _at(self, path: tuple[str, ...]) -> Any:
         value: Any = self._document
@@ -231,7 +229,7 @@ class _NodeBounds:
 
 
 def _call_weight(node: Call, parts: list[_NodeBound], heavy: int) -> int:
-    """How heavy the value of a call can be. Only some of them give back what they were given."""
+    """The maximum weight of a call's value; only some calls return their arguments."""
     if node.function in ("_+_", "string"):
         return heavy
     if node.function in ("_?_:_", "_[_]"):

@@ -1,11 +1,8 @@
-"""Expressions compiled to closures with CEL semantics for values, comparison and arithmetic.
+"""Expressions compiled to closures, with CEL semantics for equality, order and arithmetic.
 
-Values under CEL's rules, on Python's values: what is equal, what is less, what is an error.
-
-Expressions as closures: `truth` decides whether a document matches, `value` computes.
-
-A closure takes the flat document and the element that a quantifier looks at. An error is an exception inside
-`value`, and false outside: a document matches only if the expression is true.
+`compile_truth` decides whether a document matches, `compile_value` computes a value. A closure takes the flat
+document and the current element of a quantifier. An error is an exception inside a value function and false
+in a truth function: a document matches only if the expression is true.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from tailrace.watch.cel import (
 from tailrace.watch.evaluation_cost import TEXT_SHIFT, charge, search_steps
 
 # pyright: reportUnknownVariableType=false
-# Values are whatever JSON holds.
+# Values are any JSON.
 
 
 INT_MIN: Final = -(2**63)
@@ -46,7 +43,7 @@ class EvaluationError(Exception):
 
 
 def cel_equal(one: Any, other: Any) -> bool:
-    """`==`: across kinds false, numbers by value, lists and maps element by element."""
+    """`==`: false across types, numbers by value, lists and maps element by element."""
     kind: type[Any] = type(one)
     kind_other: type[Any] = type(other)
     if kind is kind_other:
@@ -72,14 +69,14 @@ def cel_equal(one: Any, other: Any) -> bool:
 
 
 def _charge_texts(one: str, other: str) -> None:
-    """Two texts are compared no further than the shorter one reaches."""
+    """The comparison ends with the shorter string."""
     steps = min(len(one), len(other)) >> TEXT_SHIFT
     if steps:
         charge(steps)
 
 
 def comparable_pair(one: Any, other: Any) -> tuple[Any, Any]:
-    """Two values that have an order, in a form that Python orders as CEL does; else an error."""
+    """Two ordered values in a form that Python compares like CEL; raises otherwise."""
     kind: type[Any] = type(one)
     kind_other: type[Any] = type(other)
     if kind is kind_other and kind in _ORDERED:
@@ -139,7 +136,7 @@ def cel_multiply(one: Any, other: Any) -> Any:
 
 
 def cel_divide(one: Any, other: Any) -> Any:
-    """Integers towards zero; doubles as IEEE 754 has it."""
+    """Integer division truncates; doubles follow IEEE 754."""
     if _same_number(one, other) is int:
         if other == 0:
             raise EvaluationError
@@ -191,7 +188,7 @@ def _bounded(value: int) -> int:
 
 
 # pyright: reportUnknownVariableType=false
-# Values are whatever JSON holds.
+# Values are any JSON.
 
 
 ValueFunction = Callable[[Any, Any], Any]
@@ -220,11 +217,11 @@ _MISSING: Final = object()
 
 
 class NotCompilableError(Exception):
-    """The library has to evaluate this: conversions, map literals, unsigned integers."""
+    """Only the library can evaluate this: conversions, map literals, unsigned integers."""
 
 
 def compile_truth(node: Node) -> TruthFunction:
-    """Whether the node is true on a document, as fast as its form allows."""
+    """A function that decides whether the node is true on a document."""
     if isinstance(node, Const):
         holds = node.value is True
         return lambda _: holds
@@ -248,7 +245,7 @@ def compile_truth(node: Node) -> TruthFunction:
 
 
 def compile_conjunction(parts: list[TruthFunction]) -> TruthFunction:
-    """All of them; written out for as many as most have, since this runs for every candidate."""
+    """The conjunction; unrolled for common sizes, since it runs for every candidate."""
     if not parts:
         return lambda _: True
     if len(parts) == 1:
@@ -272,7 +269,7 @@ def _compile_disjunction(parts: list[TruthFunction]) -> TruthFunction:
 
 @lru_cache(4096)
 def field_getter(path: tuple[str, ...]) -> Callable[[Any], Any]:
-    """The field of a document, or `MISSING`. One for all who ask for it."""
+    """A cached getter of a field; returns `MISSING` if it does not exist."""
     if len(path) == 1:
         name = path[0]
         return lambda doc: doc.get(name, _MISSING)
@@ -291,7 +288,7 @@ MISSING: Final = _MISSING
 
 
 def _comparison_truth(node: Call) -> TruthFunction | None:
-    """`doc.field OP value`, in one step."""
+    """A specialized function for `doc.field OP constant`."""
     function, args = node.function, node.args
     if function in FLIPPED_COMPARISONS and isinstance(args[0], Const):
         function, args = FLIPPED_COMPARISONS[function], (args[1], args[0])
@@ -301,24 +298,24 @@ def _comparison_truth(node: Call) -> TruthFunction | None:
     if path is None or literal is None or literal.kind != "json":
         return None
     get = field_getter(path)
-    wanted: Any = literal.value
+    expected: Any = literal.value
     if function == "_==_":
-        if type(wanted) is str and len(path) == 1:
+        if type(expected) is str and len(path) == 1:
             name = path[0]
-            return lambda doc: doc.get(name) == wanted  # a field that is not there is no text either
-        return _equality(get, wanted)
-    if function in _COMPARE and type(wanted) in (int, float, str):
-        return _ordering(get, wanted, _COMPARE[function])
-    if function == "@in" and _is_text_list(wanted):
-        among: frozenset[str] = frozenset(wanted)
+            return lambda doc: doc.get(name) == expected  # a missing field is None, which is not a string
+        return _equality(get, expected)
+    if function in _COMPARE and type(expected) in (int, float, str):
+        return _ordering(get, expected, _COMPARE[function])
+    if function == "@in" and _is_text_list(expected):
+        among: frozenset[str] = frozenset(expected)
 
         def is_among(doc: Any) -> bool:
             found = get(doc)
             return type(found) is str and found in among
 
         return is_among
-    if function == "startsWith" and type(wanted) is str:
-        return lambda doc: type(found := get(doc)) is str and found.startswith(wanted)
+    if function == "startsWith" and type(expected) is str:
+        return lambda doc: type(found := get(doc)) is str and found.startswith(expected)
     return None
 
 
@@ -326,27 +323,27 @@ def _is_text_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is str for item in cast("list[Any]", value))
 
 
-def _equality(get: Callable[[Any], Any], wanted: Any) -> TruthFunction:
-    kind: type[Any] = type(wanted)
+def _equality(get: Callable[[Any], Any], expected: Any) -> TruthFunction:
+    kind: type[Any] = type(expected)
     if kind is str:
-        return lambda doc: get(doc) == wanted
-    if kind is bool or wanted is None:
-        return lambda doc: get(doc) is wanted
+        return lambda doc: get(doc) == expected
+    if kind is bool or expected is None:
+        return lambda doc: get(doc) is expected
     equal = cel_equal
-    return lambda doc: (found := get(doc)) is not _MISSING and equal(found, wanted)
+    return lambda doc: (found := get(doc)) is not _MISSING and equal(found, expected)
 
 
-def _ordering(get: Callable[[Any], Any], wanted: Any, holds: Callable[[Any, Any], bool]) -> TruthFunction:
-    kind: type[Any] = type(wanted)
+def _ordering(get: Callable[[Any], Any], expected: Any, holds: Callable[[Any, Any], bool]) -> TruthFunction:
+    kind: type[Any] = type(expected)
     if kind is str:
-        return lambda doc: type(found := get(doc)) is str and holds(found, wanted)
-    rounded = float(wanted)
+        return lambda doc: type(found := get(doc)) is str and holds(found, expected)
+    rounded = float(expected)
     if kind is int:
 
         def above_int(doc: Any) -> bool:
             found = get(doc)
             if type(found) is int:
-                return holds(found, wanted)
+                return holds(found, expected)
             return type(found) is float and holds(found, rounded)
 
         return above_int
@@ -474,7 +471,7 @@ def _index(first: ValueFunction, second: ValueFunction) -> ValueFunction:
 
 
 def _absorbed(calls: Iterable[tuple[ValueFunction, Any]], d: Any, absorbing: bool) -> bool:
-    """AND and OR over any number of parts: the absorbing value decides even if others are errors."""
+    """AND and OR of many parts: the absorbing value decides even if others are errors."""
     failed = False
     for part, x in calls:
         try:
@@ -520,7 +517,7 @@ def _count(node: Node) -> int:
 
 
 def _elements(node: Quantified) -> ValueFunction:
-    """What a quantifier goes through; looking at all of it is charged beforehand."""
+    """The elements of a quantifier; visiting all of them is charged first."""
     over, steps = compile_value(node.range), _count(node.condition)
 
     def elements(d: Any, x: Any) -> Any:
@@ -534,7 +531,7 @@ def _elements(node: Quantified) -> ValueFunction:
 
 
 def is_metered(node: Node) -> bool:
-    """Whether deciding the node may charge anything: a comparison with a scalar value does not."""
+    """Whether evaluating the node may charge steps; comparisons with scalars do not."""
     if isinstance(node, Const):
         return False
     if isinstance(node, Call):

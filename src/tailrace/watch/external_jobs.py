@@ -1,12 +1,8 @@
-"""Subscription summaries and the HTTP routes for matching jobs that run outside the server.
+"""Subscription summaries, and the HTTP routes for matching jobs that run outside the server.
 
-`__subs__/<gateway>`: what is being watched, written down for matchers outside this process.
-
-Nobody pays for it as long as nobody asks: summaries are written while a job has said that it needs them, and
-for a while after it was last heard of, or always if that is set. One entry in each round keeps all of them
-alive; without it they are over after their time.
-
-What jobs beside the server ask of it: summaries of subscriptions, the rows of a view, corrections.
+Summaries of all subscriptions are written to `__subs__/<gateway>`, only while a job has requested them (or
+always, by setting). Each refresh appends one entry that keeps all summaries valid; without it they expire.
+Jobs also read rows of the view, send corrections, and report statistics.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
@@ -51,7 +48,7 @@ from tailrace.watch.realtime.subscription import Subscription
 logger = logging.getLogger("tailrace.watch")
 
 REFRESH_S: Final = 30.0
-FULL_REWRITE_MS: Final = 3_600_000  # after which everything is written anew, so that what was before may go
+FULL_REWRITE_MS: Final = 3_600_000  # all summaries are rewritten, so that older entries can be removed
 SUMMARIES_KEPT_S: Final = 600
 DELIVERIES_KEPT_S: Final = 86_400
 LEASE_S_MAX: Final = 3600
@@ -62,7 +59,7 @@ Json = dict[str, Any]
 
 
 class SubscriptionSummaries:
-    """Owned by the loop thread."""
+    """Writes the summaries of this gateway. Owned by the loop thread."""
 
     def __init__(self, context: Context, gateway: Gateway) -> None:
         self._context = context
@@ -71,18 +68,18 @@ class SubscriptionSummaries:
         self.name = f"g_{hashlib.sha256(context.deployment.encode()).hexdigest()[:12]}"
         self.stream = SUMMARIES_PREFIX + self.name
         self.deliveries = DELIVERIES_PREFIX + self.name
-        self._written: dict[str, int] = {}  # by key: what was written last, as a hash
-        self._begun = False
-        self._begun_ms = 0
-        self._begins = 0  # the entry in front of the last mark that everything begins anew
-        self._fresh: list[Subscription] = []  # whose summaries are in the page
+        self._written: dict[str, int] = {}  # hash of the last summary by key
+        self._is_complete = False
+        self._reset_ms = 0
+        self._reset_entry = 0  # the entry before the last reset
+        self._page_subscriptions: list[Subscription] = []  # subscriptions of the current page
         self._until_s = 0.0
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         if self._context.settings.watch_summaries:
-            self._keep(0)
+            self._start_refresh(0)
 
     def stop(self) -> None:
         if self._task is not None:
@@ -90,24 +87,24 @@ class SubscriptionSummaries:
             self._task = None
 
     @property
-    def _wanted(self) -> bool:
+    def _is_requested(self) -> bool:
         always = self._context.settings.watch_summaries
         return always or self._context.loop.time() < self._until_s
 
-    async def announce(self, seconds: int, asker: Identity) -> Json:
-        """Somebody needs summaries for so long: where they are, and up to where they are complete now.
+    async def request_summaries(self, seconds: int, identity: Identity) -> Json:
+        """Write summaries for this many seconds; returns their stream and up to where they are complete.
 
-        0 says that nobody does any more.
+        0 ends the request.
         """
         loop = self._context.loop
         self._until_s = max(self._until_s, loop.time() + seconds) if seconds else 0.0
         upto = self._tail()
         if seconds:
             upto = await self._write()
-            self._keep(REFRESH_S)
+            self._start_refresh(REFRESH_S)
         stream = self._log.find(self.stream)
         grants = self._gateway.grants if seconds else None
-        # To append deliveries with and nothing else, for as long as the job was announced.
+        # Only for appending deliveries, for the duration of the request.
         who = Identity(sub="watch-job", scopes=frozenset({"read", "system"}), streams=(self.deliveries,))
         return {
             "gateway": self.name,
@@ -116,43 +113,45 @@ class SubscriptionSummaries:
             "offset": "" if stream is None else stream.offset(upto),
             "subscriptions": len(self._written),
             "expires": self._now_ms() + seconds * 1000,
-            "token": None if grants is None else grants.issue(who, seconds, asker),
+            "token": None if grants is None else grants.issue(who, seconds, identity),
         }
 
-    def _keep(self, pause_s: float) -> None:
+    def _start_refresh(self, pause_s: float) -> None:
         if self._task is None or self._task.done():
             self._task = self._context.loop.create_task(self._refresh(pause_s))
 
     async def _refresh(self, pause_s: float) -> None:
-        """Again and again, until nobody needs them."""
+        """Write summaries periodically while they are requested."""
         await asyncio.sleep(pause_s)
-        while self._wanted:
+        while self._is_requested:
             try:
                 await self._write()
             except TailraceError as error:
-                logger.warning("summaries of subscriptions cannot be written: %s", error.message)
+                logger.warning(
+                    "cannot write subscription summaries, retrying", extra=log_fields(error=error.message)
+                )
             await asyncio.sleep(REFRESH_S)
 
     def _now_ms(self) -> int:
         return self._context.clock.now_ns() // 1_000_000
 
-    # -- one round -------------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------------
 
     async def _write(self) -> int:
-        """What has changed since the last round; now and then everything, behind a mark.
+        """Write what changed since the last time; periodically everything, after a reset.
 
-        Tells the entry up to which they are complete.
+        Returns the entry up to which the summaries are complete.
         """
         async with self._lock:
             page: list[bytes] = []
-            self._fresh = []
+            self._page_subscriptions = []
             now_ms = self._now_ms()
-            # A round that is broken off is followed by one that begins anew.
-            begun, self._begun = self._begun, False
-            if not begun or now_ms - self._begun_ms >= FULL_REWRITE_MS:
-                self._begun_ms = now_ms
+            # If this is interrupted, the next one writes everything.
+            was_complete, self._is_complete = self._is_complete, False
+            if not was_complete or now_ms - self._reset_ms >= FULL_REWRITE_MS:
+                self._reset_ms = now_ms
                 self._written.clear()
-                self._begins = self._tail()
+                self._reset_entry = self._tail()
                 page.append(self._entry("reset", None, None))
                 if self._log.find(self.deliveries) is None:
                     begin = orjson.dumps({"v": 1, "kind": "control", "control": "begin"})
@@ -165,25 +164,28 @@ class SubscriptionSummaries:
                     page = []
             page.append(self._entry("gateway", self.name, {"expires": self._now_ms() + SUMMARY_TTL_MS}))
             await self._summarise(page)
-            self._begun = True
+            self._is_complete = True
             return self._tail()
 
     async def _summarise(self, page: list[bytes]) -> None:
         await self._append(self.stream, page)
-        fresh, self._fresh = self._fresh, []
-        for subscription in fresh:
-            # Whoever reads on from here knows of it; that it is written down once more changes nothing.
-            subscription.written = subscription.written or self._tail()
+        written, self._page_subscriptions = self._page_subscriptions, []
+        for subscription in written:
+            # Readers from here on have it; writing it again is harmless.
+            subscription.summary_entry = subscription.summary_entry or self._tail()
 
     def _tail(self) -> int:
         stream = self._log.find(self.stream)
         return 0 if stream is None else max(0, stream.visible)
 
     def bounds(self) -> list[RetentionBound]:
-        """What may go of both streams: summaries that were all written anew since, and old deliveries."""
+        """What retention may remove: summaries before the last reset, and old deliveries."""
         found: list[RetentionBound] = []
-        kept = ((self.stream, SUMMARIES_KEPT_S, self._begins), (self.deliveries, DELIVERIES_KEPT_S, NO_END))
-        for name, kept_s, upto in kept:
+        retained = (
+            (self.stream, SUMMARIES_KEPT_S, self._reset_entry),
+            (self.deliveries, DELIVERIES_KEPT_S, NO_END),
+        )
+        for name, kept_s, upto in retained:
             stream = self._log.find(name)
             if stream is not None and stream.earliest < min(upto, stream.visible):
                 found.append(RetentionBound(stream.number, Lifetime(retention_s=kept_s), upto))
@@ -193,29 +195,29 @@ class SubscriptionSummaries:
         current: dict[str, int] = {}
         known, self._written = self._written, current
         for watched in self._gateway.all_watched():
-            for place, subscription in enumerate(tuple(watched.subscriptions)):
-                if place % 100 == 99:
-                    await asyncio.sleep(0)  # others have something to do, too
+            for index, subscription in enumerate(tuple(watched.subscriptions)):
+                if index % 100 == 99:
+                    await asyncio.sleep(0)  # let the loop run other callbacks
                 if subscription.state == "invalid":
                     continue
                 key = subscription.key
-                current[key] = hash((subscription.interest.whole.hash, subscription.options.priority))
+                current[key] = hash((subscription.interest.predicate.hash, subscription.options.priority))
                 before = known.pop(key, None)
                 if before == current[key]:
-                    subscription.written = subscription.written or self._tail()
+                    subscription.summary_entry = subscription.summary_entry or self._tail()
                 else:
-                    self._fresh.append(subscription)
+                    self._page_subscriptions.append(subscription)
                     operation = "insert" if before is None else "update"
                     yield self._entry("sub", key, self._value(subscription), operation)
         for key in known:
             yield self._entry("sub", key, None, "delete")
 
     def _value(self, subscription: Subscription) -> Json:
-        query, whole = subscription.query, subscription.interest.whole
+        query, whole = subscription.query, subscription.interest.predicate
         identity = subscription.session.identity
         assert identity is not None
         watched = subscription.watched
-        rule = self._gateway.access.read_part(identity, watched.collection)
+        rule = self._gateway.access.read_predicate_part(identity, watched.collection)
         summary = SubscriptionSummary(
             database=watched.database,
             collection=watched.name,
@@ -233,7 +235,7 @@ class SubscriptionSummaries:
         return msgspec.to_builtins(summary)
 
     def _entry(self, kind: str, key: str | None, value: Json | None, operation: str = "update") -> bytes:
-        """A state message; `reset` says that what was there before is over."""
+        """A state message; `reset` invalidates all earlier ones."""
         timestamp = format_rfc3339(self._context.clock.now_ns())
         if kind == "reset":
             return orjson.dumps({"headers": {"control": "reset", "timestamp": timestamp}})
@@ -262,18 +264,18 @@ JOB_KINDS: Final = ("summaries", "view", "corrections", "statistics")
 BODY_BYTES_MAX: Final = 5 * 1024 * 1024
 ROWS_MAX: Final = 1000
 ROWS_BYTES: Final = 4 * 1024 * 1024
-ROWS_PER_READ: Final = 16  # read at once: each may be as large as a document
+ROWS_PER_READ: Final = 16  # each may be as large as a document
 CORRECTIONS_MAX: Final = 500
 
 
 class SummariesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For how long summaries are needed; a job that is done says 0."""
+    """How long summaries are needed; 0 when the job is done."""
 
     seconds: Annotated[int, msgspec.Meta(ge=0, le=LEASE_S_MAX)] = 90
 
 
 class CorrectionsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Documents to be put right; `name` makes a repeat harmless."""
+    """Documents to correct; `name` makes repeats harmless."""
 
     collection: str
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -281,7 +283,7 @@ class CorrectionsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class BloomStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Bloom filter that a job has made, and what it said to values that nobody looks for."""
+    """A job's Bloom filter: its keys, and its false positives on absent values."""
 
     keys: Annotated[int, msgspec.Meta(ge=0)]
     absent: Annotated[int, msgspec.Meta(ge=0)]
@@ -289,30 +291,30 @@ class BloomStatistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StatisticsReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job has found out about a collection."""
+    """Statistics of a collection from a job."""
 
     collection: str
     bloom: BloomStatistics
 
 
 class JobRoutes:
-    """Below `/v1/databases/{db}/`, for whoever may manage the database."""
+    """Below `/v1/databases/{db}/`; requires the right to manage the database."""
 
     def __init__(
         self,
         context: Context,
-        book: CollectionRegistry,
+        registry: CollectionRegistry,
         writer: DocumentWriter,
         summaries: SubscriptionSummaries,
     ) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._writer = writer
         self._summaries = summaries
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def kind_of(self, raw: bytes) -> tuple[str, str] | None:
-        """Database and route, if the path behind the prefix is one of ours."""
+    def match_path(self, raw: bytes) -> tuple[str, str] | None:
+        """The database and route, if the path matches."""
         path = stream_names.decode_name(raw)
         database, _, kind = ("", "", "") if path is None else path.partition("/")
         return (database, kind) if kind in JOB_KINDS else None
@@ -322,14 +324,14 @@ class JobRoutes:
         reading = kind == "view"
         if method not in ((b"GET", b"HEAD") if reading else (b"POST",)):
             raise responses.method_not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
-        self._book.database(database)
+        self._registry.database(database)
         if reading:
             _answer(exchange, self._rows(exchange, database))
         elif kind == "summaries":
-            asked = _read(exchange, SummariesRequest)
-            self._spawn(exchange, self._summaries.announce(asked.seconds, identity))
+            request = _read(exchange, SummariesRequest)
+            self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
         elif kind == "statistics":
-            self._note(exchange, database, _read(exchange, StatisticsReport))
+            self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
         else:
             self._correct(exchange, database, _read(exchange, CorrectionsRequest))
 
@@ -342,8 +344,8 @@ class JobRoutes:
                 responses.respond_error(
                     exchange, TailraceError("request_timeout", "the request took too long")
                 )
-            except TailraceError as refusal:
-                responses.respond_error(exchange, refusal)
+            except TailraceError as error:
+                responses.respond_error(exchange, error)
             except Exception:
                 responses.respond_error(exchange, TailraceError("internal", "the request failed"))
                 raise
@@ -355,30 +357,30 @@ class JobRoutes:
         task.add_done_callback(self._tasks.discard)
 
     def _collection(self, database: str, name: str) -> Collection:
-        found = self._book.find(database, names.check_collection(name))
+        found = self._registry.find(database, names.check_collection(name))
         if found is None or not found.durable:
-            raise TailraceError("not_found", f"there is no collection {name!r}")
-        self._book.check_applied(found)
+            raise TailraceError("not_found", f"collection {name!r} not found")
+        self._registry.check_applied(found)
         return found
 
     # -- the view --------------------------------------------------------------------------------------
 
     def _rows(self, exchange: Exchange, database: str) -> Json:
-        """A page of the view as it is: no rule hides anything, tombstones are there."""
+        """A page of the view, without read rules, with tombstones."""
         query = parse_query(exchange.query)
         collection = self._collection(database, query.get("collection", ""))
         rows: list[Json] = []
         size, after, more = 0, query.get("after", ""), True
-        now = self._book.view.now
+        now = self._registry.view.current
         while more and len(rows) < ROWS_MAX and size < ROWS_BYTES:
             found = now.rows_after(collection.number, after, ROWS_PER_READ)
-            rows += map(_shown, found)
+            rows += map(_row_json, found)
             size += sum(len(row.data) for row in found)
             more = len(found) == ROWS_PER_READ
             after = found[-1].id if found else after
         purged = now.purged(collection.number, collection.config.partitions)
         return {
-            "generation": self._book.generation(collection),
+            "generation": self._registry.generation(collection),
             "folder": document_view.view_folder(database, collection.name, collection.config.generation),
             "purged": [list(one) for one in purged],
             "positions": collection.applied,
@@ -386,34 +388,34 @@ class JobRoutes:
             "next": after if more else None,
         }
 
-    def _note(self, exchange: Exchange, database: str, found: StatisticsReport) -> None:
-        """Filters are made, and asked, by jobs: how good they are is known from what jobs say."""
+    def _record_statistics(self, exchange: Exchange, database: str, found: StatisticsReport) -> None:
+        """Store the quality of a Bloom filter, which only jobs know."""
         collection, bloom = self._collection(database, found.collection), found.bloom
         if bloom.wrong > bloom.absent:
-            raise TailraceError("invalid_request", "bloom: no more answers are wrong than there were")
+            raise TailraceError("invalid_request", "bloom: wrong must not exceed absent")
         collection.bloom_ratio = bloom.wrong / bloom.absent if bloom.absent else 0.0
-        self._book.tallies.of(collection).bloom_rebuilds += 1
+        self._registry.counters.for_collection(collection).bloom_rebuilds += 1
         _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
 
-    def _correct(self, exchange: Exchange, database: str, asked: CorrectionsRequest) -> None:
-        collection = self._collection(database, asked.collection)
+    def _correct(self, exchange: Exchange, database: str, request: CorrectionsRequest) -> None:
+        collection = self._collection(database, request.collection)
         if collection.config.source != NATIVE:
             raise TailraceError(
                 "read_only_collection",
-                "a collection with a source outside is put right by its connector",
+                "a collection with a source is corrected by its connector",
                 headers=(("Allow", "GET, HEAD, OPTIONS"),),
             )
 
-        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
+        def respond(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
-                _answer(exchange, {"results": [result.shown() for result in results]})
+                _answer(exchange, {"results": [result.to_json() for result in results]})
 
-        self._writer.correct(collection, asked.corrections, asked.name, answer)
+        self._writer.apply_corrections(collection, request.corrections, request.name, respond)
 
 
-def _shown(row: DocumentRow) -> Json:
+def _row_json(row: DocumentRow) -> Json:
     return {
         "id": row.id,
         "partition": row.partition,
@@ -432,8 +434,8 @@ def _answer(exchange: Exchange, body: Json) -> None:
 
 def _read(exchange: Exchange, kind: type[Any]) -> Any:
     if len(exchange.body) > BODY_BYTES_MAX:
-        raise TailraceError("payload_too_large", f"a body has at most {BODY_BYTES_MAX} bytes")
+        raise TailraceError("payload_too_large", f"the body must have at most {BODY_BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(exchange.body or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None
+        raise TailraceError("invalid_request", f"invalid body: {error}") from None

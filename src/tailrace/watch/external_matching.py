@@ -1,20 +1,14 @@
-"""Formats shared with matchers outside the server: subscription summaries, deliveries, Bloom filters.
+"""Formats shared with matchers outside the server: Bloom filters, subscription summaries, deliveries.
 
-Segmented Bloom filters: whether anybody may ask for a value, where the index that knows it is far away.
+A Bloom filter tells whether any subscription may use a value, without the index. It grows by segments of a
+fixed number of keys. Keys cannot be removed; after many deletions or false positives a new filter is built.
+A key that was added is always found.
 
-A filter grows by segments of a fixed number of keys, so that it is never full. A key cannot be taken out;
-deletions are counted, and when there are many of them, or too many answers were wrong, a new filter is made
-of the keys there are. The old one serves until then. A key that was added is always found.
+A subscription summary is what an external matcher must know of a subscription. The read rule is included as
+evaluated for the subscriber: only the claim values that it compares with remain.
 
-Summaries of subscriptions: what a matcher outside the gateway has to know of them, and no more.
-
-The read rule is in it as what it comes to for the subscriber: of their claims only the values that the rule
-compares with are left.
-
-Deliveries: match results that come to a gateway from outside its process, and what it makes of them.
-
-A batch says which range of a partition was examined, matches or not. From that a gateway knows what it has
-missed: it believes nobody that batches are complete, in order, or sent once.
+A delivery is the result of external matching: a batch says which range of a partition was examined, with or
+without matches. A gateway does not rely on batches being complete, in order, or sent once.
 """
 
 from __future__ import annotations
@@ -36,14 +30,14 @@ from tailrace.watch.predicate import Predicate, PredicatePart
 KEYS_PER_SEGMENT: Final = 65_536
 BITS_PER_KEY: Final = 10
 HASHES: Final = 7
-SAMPLE_INTERVAL: Final = 256  # one answer in so many is checked
+SAMPLE_INTERVAL: Final = 256  # one lookup in this many is verified
 SAMPLES_MIN: Final = 50
 FALSE_POSITIVE_MAX: Final = 0.02
 REBUILD_S: Final = 24 * 3600.0
 
 
 def bloom_key(path: tuple[str, ...], value_class: object) -> bytes:
-    """A field and a value as `class_of` has it."""
+    """The key of a field and a value of `equality_class`."""
     return orjson.dumps([path, value_class])
 
 
@@ -57,16 +51,16 @@ class _Segment:
 
     def add(self, first: int, step: int) -> None:
         bits, size = self.bits, self.size
-        for turn in range(HASHES):
-            place = (first + turn * step) % size
-            bits[place >> 3] |= 1 << (place & 7)
+        for number in range(HASHES):
+            index = (first + number * step) % size
+            bits[index >> 3] |= 1 << (index & 7)
         self.count += 1
 
     def holds(self, first: int, step: int) -> bool:
         bits, size = self.bits, self.size
-        for turn in range(HASHES):
-            place = (first + turn * step) % size
-            if not bits[place >> 3] & 1 << (place & 7):
+        for number in range(HASHES):
+            index = (first + number * step) % size
+            if not bits[index >> 3] & 1 << (index & 7):
                 return False
         return True
 
@@ -84,7 +78,7 @@ class BloomFilter:
         self._segments = [_Segment(keys_each)]
         self._made_s = now_s
         self._discarded = 0
-        self._asked = 0
+        self._lookups = 0
         self._samples = 0
         self._wrong = 0
 
@@ -101,7 +95,7 @@ class BloomFilter:
 
     @property
     def segments(self) -> list[bytes]:
-        """The bits, as they can be put down elsewhere."""
+        """The bits, for storage elsewhere."""
         return [bytes(segment.bits) for segment in self._segments]
 
     def add(self, key: bytes) -> None:
@@ -110,16 +104,16 @@ class BloomFilter:
         self._segments[-1].add(*_hashes(key))
 
     def discard(self) -> None:
-        """A key is nobody's any more; it is still found."""
+        """Count a deleted key; it is still found."""
         self._discarded += 1
 
     def is_sampled(self) -> bool:
-        """Whether this answer is to be checked against who really asks: `checked` is told then."""
-        self._asked += 1
-        return self._asked % SAMPLE_INTERVAL == 0
+        """Whether this lookup should be verified with `record_check`."""
+        self._lookups += 1
+        return self._lookups % SAMPLE_INTERVAL == 0
 
-    def checked(self, found: bool, really: bool) -> None:
-        """Of those that nobody asks for, how many were found all the same."""
+    def record_check(self, found: bool, really: bool) -> None:
+        """Count false positives among absent keys."""
         if not really:
             self._samples += 1
             self._wrong += found
@@ -128,8 +122,8 @@ class BloomFilter:
     def false_ratio(self) -> float:
         return self._wrong / self._samples if self._samples else 0.0
 
-    def is_worn(self, now_s: float) -> bool:
-        """Whether a new filter should take the place of this one."""
+    def needs_rebuild(self, now_s: float) -> bool:
+        """Whether this filter should be replaced."""
         if self._discarded * 2 > len(self):
             return True
         if self._samples >= SAMPLES_MIN and self.false_ratio > FALSE_POSITIVE_MAX:
@@ -137,7 +131,7 @@ class BloomFilter:
         return now_s - self._made_s >= REBUILD_S
 
     def rebuilt(self, keys: Iterable[bytes], now_s: float) -> BloomFilter:
-        """A filter of the keys there are; this one goes on until it is there."""
+        """A new filter of the current keys."""
         fresh = BloomFilter(now_s, self._keys_each)
         for key in keys:
             fresh.add(key)
@@ -149,15 +143,15 @@ SUMMARY_TTL_MS: Final = 90_000
 
 
 class EncodedPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of a predicate. `text` is there where the library has to evaluate it."""
+    """A part of a predicate; `text` is set if the CEL library must evaluate it."""
 
     tree: list[Any]
     text: str | None = None
-    variables: dict[str, Any] | None = None  # of a rule: what it knows beside the document
+    variables: dict[str, Any] | None = None  # of a rule: variables besides the document
 
 
 class SubscriptionSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One subscription."""
+    """What a matcher must know of one subscription."""
 
     database: str
     collection: str
@@ -175,7 +169,7 @@ def encode_predicate_part(part: PredicatePart) -> EncodedPart:
     try:
         compile_truth(part.node)
     except NotCompilableError:
-        assert part.program is not None, "what cannot be lowered came as text"
+        assert part.program is not None, "a part that cannot be compiled has a program"
         return EncodedPart(cel.encode_expression(part.node), part.program.source, part.variables)
     return EncodedPart(cel.encode_expression(part.node))
 
@@ -190,12 +184,12 @@ def decode_predicate_part(form: EncodedPart) -> PredicatePart:
 def build_predicate(
     parts: Sequence[PredicatePart], rule: PredicatePart | None, documents: frozenset[str] | None
 ) -> Predicate:
-    """Query and rule in one, as the gateway puts them together."""
+    """The conjunction of query and rule, as in the gateway."""
     return Predicate([*parts, rule] if rule is not None else parts, documents)
 
 
 def interest_from_summary(summary: SubscriptionSummary) -> Interest:
-    """The subscription as the matcher takes it."""
+    """The subscription in the form of the matcher."""
     rule = None if summary.ruleInputs is None else decode_predicate_part(summary.ruleInputs)
     documents = None if summary.documents is None else frozenset(summary.documents)
     whole = build_predicate([decode_predicate_part(form) for form in summary.parts], rule, documents)
@@ -203,14 +197,14 @@ def interest_from_summary(summary: SubscriptionSummary) -> Interest:
 
 
 DELIVERIES_PREFIX: Final = "__deliveries__/"
-LOOKAHEAD_RANGES: Final = 16  # that may overlap; what is not found among them is read in the log
-# About what an extent and a key of it take in memory.
+LOOKAHEAD_RANGES: Final = 16  # overlapping ranges to search; otherwise the log is read
+# Estimated memory of a range and of one of its keys.
 RANGE_BYTES: Final = 200
 RANGE_KEY_BYTES: Final = 150
 
 
 class DeliveredMatch(msgspec.Struct, frozen=True):
-    """What a change is to one subscription."""
+    """The event of a change for one subscription."""
 
     key: str
     op: str
@@ -218,7 +212,7 @@ class DeliveredMatch(msgspec.Struct, frozen=True):
 
 
 class DeliveredChange(msgspec.Struct, frozen=True):
-    """A change that concerns somebody."""
+    """A change with matches."""
 
     seq: int
     lsn: str
@@ -228,7 +222,7 @@ class DeliveredChange(msgspec.Struct, frozen=True):
 
 
 class DeliveryBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a matcher found between two numbers of a partition, both included."""
+    """All matches in a range of a partition, both ends included."""
 
     v: int = 1
     database: str
@@ -237,7 +231,7 @@ class DeliveryBatch(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     leaseEpoch: int = 0  # noqa: N815 - the name on the wire
     generation: int
-    index: str = ""  # the set of subscriptions that was matched
+    index: str = ""  # identifies the set of subscriptions
     asOf: int = 0  # noqa: N815 - entry of the gateway's summaries up to which it was read
     first: int = msgspec.field(name="from")
     last: int = msgspec.field(name="to")
@@ -257,12 +251,12 @@ _decode_kind = msgspec.json.Decoder(_DeliveryKind).decode
 
 
 def decode_delivery(raw: bytes) -> DeliveryBatch | None:
-    """A batch; None for entries of other kinds, which readers pass over."""
+    """A batch; None for entries of other kinds, which readers skip."""
     return None if _decode_kind(raw).kind else _decode(raw)
 
 
 class ExaminedRange(NamedTuple):
-    """A stretch of a partition that somebody has examined, and which of its changes concern whom."""
+    """An examined range of a partition, with the matching changes by subscription."""
 
     partition: int
     first: int
@@ -273,27 +267,26 @@ class ExaminedRange(NamedTuple):
 
 
 class RelevantRange(NamedTuple):
-    """The way on from a place, up to `last`: what of it concerns the asker, or None if nobody has looked."""
+    """The relevant changes up to `last`; `seqs` is None if the range was not examined."""
 
     last: int
     seqs: tuple[int, ...] | None
 
 
 class ExaminedRanges:
-    """What was examined of one collection by others than the gateway.
+    """The externally examined ranges of one collection.
 
-    Whoever is behind asks for the way on from where it stands, so it makes no difference in which order
-    batches come, how often, or whether they come at all: where there is none, the log is read.
+    Subscriptions query by position, so the order, repetition and completeness of batches do not matter: where
+    no range is known, the log is read.
     """
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        self._extents: dict[int, list[ExaminedRange]] = {}  # by partition, in the order of where they begin
+        self._extents: dict[int, list[ExaminedRange]] = {}  # by partition, sorted by first
         self._epochs: dict[int, int] = {}  # highest lease epoch, by partition
 
-    def take(self, batch: DeliveryBatch) -> ExaminedRange | None:
-        """Keeps what a batch says. One of another generation, of somebody who has lost the partition, or one
-        that was here before says nothing."""
+    def add_batch(self, batch: DeliveryBatch) -> ExaminedRange | None:
+        """Store the range of a batch; None if it is of another generation, of a fenced owner, or a repeat."""
         partition = batch.partition
         if batch.generation != self.generation or batch.leaseEpoch < self._epochs.get(partition, 0):
             return None
@@ -302,29 +295,31 @@ class ExaminedRanges:
         self._epochs[partition] = batch.leaseEpoch
         extent = _range_of_batch(batch)
         known = self._extents.setdefault(partition, [])
-        place = bisect_left(known, _range_key(extent), key=_range_key)
-        if place < len(known) and _range_key(known[place]) == _range_key(extent):
+        index = bisect_left(known, _range_key(extent), key=_range_key)
+        if index < len(known) and _range_key(known[index]) == _range_key(extent):
             return None
-        known.insert(place, extent)
+        known.insert(index, extent)
         return extent
 
-    def drop(self, extent: ExaminedRange) -> None:
-        """There is no room for it any more."""
+    def evict(self, extent: ExaminedRange) -> None:
+        """Drop a range to free memory."""
         known = self._extents.get(extent.partition, [])
-        place = bisect_left(known, _range_key(extent), key=_range_key)
-        if place < len(known) and known[place] is extent:
-            del known[place]
+        index = bisect_left(known, _range_key(extent), key=_range_key)
+        if index < len(known) and known[index] is extent:
+            del known[index]
 
-    def ahead(self, key: str, written: int, partition: int, after: int) -> RelevantRange | None:
-        """The way on behind `after`, for a subscription that was written down at `written`: whoever had not
-        read that far has not examined anything for it. None if there is nothing but the log."""
+    def relevant_after(self, key: str, written: int, partition: int, after: int) -> RelevantRange | None:
+        """The relevant changes after `after` for a subscription whose summary is entry `written`.
+
+        Ranges that were matched with older summaries do not count. None if the log must be read.
+        """
         known = self._extents.get(partition, [])
-        place = bisect_right(known, after + 1, key=_range_first)
-        for extent in reversed(known[max(0, place - LOOKAHEAD_RANGES) : place]):
+        index = bisect_right(known, after + 1, key=_range_first)
+        for extent in reversed(known[max(0, index - LOOKAHEAD_RANGES) : index]):
             if extent.last > after and extent.as_of >= written:
                 mine = extent.seqs.get(key, ())
                 return RelevantRange(extent.last, tuple(seq for seq in mine if seq > after))
-        for extent in known[place : place + LOOKAHEAD_RANGES]:
+        for extent in known[index : index + LOOKAHEAD_RANGES]:
             if extent.as_of >= written:
                 return RelevantRange(extent.first - 1, None)
         return None
@@ -334,8 +329,8 @@ def _range_of_batch(batch: DeliveryBatch) -> ExaminedRange:
     seqs: dict[str, list[int]] = {}
     for item in batch.items:
         if batch.first <= item.seq <= batch.last:
-            for told in item.subs:
-                seqs.setdefault(told.key, []).append(item.seq)
+            for match in item.subs:
+                seqs.setdefault(match.key, []).append(item.seq)
     found = {key: tuple(sorted(set(numbers))) for key, numbers in seqs.items()}
     size = RANGE_BYTES + sum(RANGE_KEY_BYTES + 8 * len(numbers) for numbers in found.values())
     return ExaminedRange(batch.partition, batch.first, batch.last, batch.asOf, found, size)

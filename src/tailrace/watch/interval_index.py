@@ -1,8 +1,8 @@
-"""Intervals of numbers: which of them hold a point, at a cost that follows the answer.
+"""An index of numeric intervals: finds those that contain a point, in time proportional to the result.
 
-One that is open to a side lies in a list, sorted by its end. One with two ends lies in cells of about half
-its width: the one where it begins, the one where it ends, and those between. So a point is looked up in one
-cell for each width there is, and widths that are less than twice each other count as one.
+Intervals that are open to one side are in lists sorted by their end. Intervals with two ends are in cells of
+about half their width: the cell of the start, the cell of the end, and those between. A point is looked up in
+one cell per size; widths within a factor of two share a size.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
-# So many are looked at one by one, which is faster than any order.
+# Up to this many are scanned, which is faster than an index.
 LINEAR_MAX: Final = 8
-LARGE_CELL_MIN: Final = 16  # entries of a cell beyond which they are put in order
+LARGE_CELL_MIN: Final = 16  # cells with more entries are sorted
 _SIZE_MAX: Final = 2.0**1023
 
-IntervalEntry = tuple[float, float, T]  # the two ends, which belong to it, and what it stands for
+IntervalEntry = tuple[float, float, T]  # both ends, inclusive, and the item
 
 
 class IntervalIndex(Generic[T]):
-    """A list of intervals as long as they are few, then in order."""
+    """A list while there are few intervals, then a grid."""
 
     __slots__ = ("_few", "_many")
 
@@ -35,7 +35,7 @@ class IntervalIndex(Generic[T]):
 
     def add(self, low: float, high: float, item: T) -> None:
         if not low <= high:
-            return  # nothing is in it
+            return  # empty interval
         if self._many is not None:
             self._many.add((low, high, item))
             return
@@ -47,30 +47,30 @@ class IntervalIndex(Generic[T]):
             self._few = []
 
     def discard(self, low: float, high: float, item: T) -> None:
-        """Takes out what was added with these ends, if it is there."""
+        """Remove an item added with these ends, if present."""
         if self._many is not None:
             self._many.discard((low, high, item))
         else:
             _remove(self._few, (low, high, item))
 
-    def holding(self, number: float) -> list[T]:
-        """Every interval with this number between its ends, the ends included."""
+    def containing(self, number: float) -> list[T]:
+        """The items of all intervals that contain the number."""
         if self._many is None:
             return [item for low, high, item in self._few if low <= number <= high]
-        return self._many.holding(number)
+        return self._many.containing(number)
 
 
 class _GridIndex(Generic[T]):
-    """Intervals by what their ends are."""
+    """Intervals by the kind of their ends."""
 
     __slots__ = ("_above", "_below", "_everywhere", "_points", "_sizes", "count")
 
     def __init__(self) -> None:
-        self._above: _SortedItems[T] = _SortedItems()  # without an upper end
-        self._below: _SortedItems[T] = _SortedItems()  # without a lower one
+        self._above: _SortedItems[T] = _SortedItems()  # no upper end
+        self._below: _SortedItems[T] = _SortedItems()  # no lower end
         self._everywhere: list[T] = []
         self._points: dict[float, list[T]] = {}
-        self._sizes: dict[float, dict[float, _Cell[T]]] = {}  # cells by their size and place
+        self._sizes: dict[float, dict[float, _Cell[T]]] = {}  # cells by size and index
         self.count = 0
 
     def add(self, entry: IntervalEntry[T]) -> None:
@@ -85,12 +85,12 @@ class _GridIndex(Generic[T]):
         elif low == -math.inf:
             self._below.add(high, item)
         else:
-            size, places = _cells_of(low, high)
+            size, indexes = _cells_of(low, high)
             cells = self._sizes.setdefault(size, {})
-            for place in places:
-                cell = cells.get(place)
+            for index in indexes:
+                cell = cells.get(index)
                 if cell is None:
-                    cell = cells[place] = _Cell(size, place)
+                    cell = cells[index] = _Cell(size, index)
                 cell.add(entry)
 
     def discard(self, entry: IntervalEntry[T]) -> None:
@@ -110,19 +110,19 @@ class _GridIndex(Generic[T]):
         self.count -= known
 
     def _discard_from_cells(self, entry: IntervalEntry[T]) -> bool:
-        size, places = _cells_of(entry[0], entry[1])
+        size, indexes = _cells_of(entry[0], entry[1])
         cells, known = self._sizes.get(size, {}), False
-        for place in places:
-            cell = cells.get(place)
+        for index in indexes:
+            cell = cells.get(index)
             if cell is not None and cell.discard(entry):
                 known = True
                 if cell.is_empty:
-                    del cells[place]
+                    del cells[index]
         if known and not cells:
             del self._sizes[size]
         return known
 
-    def holding(self, number: float) -> list[T]:
+    def containing(self, number: float) -> list[T]:
         found: list[T] = []
         if number != number:
             return found
@@ -139,17 +139,17 @@ class _GridIndex(Generic[T]):
             if cell is None:
                 continue
             if cell.crowd is not None:
-                found += cell.crowd.holding(number)
+                found += cell.crowd.containing(number)
             else:
                 found += [item for low, high, item in cell.few if low <= number <= high]
         return found
 
 
 def _cells_of(low: float, high: float) -> tuple[float, range]:
-    """The size of the cells for an interval, and the places of those that it reaches: two at least.
+    """The cell size for an interval, and the indexes of the cells that it reaches: at least two.
 
-    What is in the first and not below its beginning is in the interval, and so is what is in the last and not
-    above its end: that takes nothing but that places are in the order of their numbers.
+    In the first cell only the start, in the last only the end has to be compared. This relies only on cell
+    indexes being monotonic in the numbers.
     """
     width = high - low
     size = _SIZE_MAX if width == math.inf else 2.0 ** (math.frexp(width)[1] - 1)
@@ -159,13 +159,13 @@ def _cells_of(low: float, high: float) -> tuple[float, range]:
 
 
 class _Cell(Generic[T]):
-    """Numbers between two multiples of a size, and the intervals that reach there."""
+    """The intervals that reach one cell."""
 
-    __slots__ = ("_place", "_size", "crowd", "few")
+    __slots__ = ("_index", "_size", "crowd", "few")
 
-    def __init__(self, size: float, place: int) -> None:
+    def __init__(self, size: float, index: int) -> None:
         self._size = size
-        self._place = place
+        self._index = index
         self.few: list[IntervalEntry[T]] = []
         self.crowd: _LargeCell[T] | None = None
 
@@ -190,12 +190,12 @@ class _Cell(Generic[T]):
         return self.crowd.discard(entry, *self._ends(entry))
 
     def _ends(self, entry: IntervalEntry[T]) -> tuple[bool, bool]:
-        """Whether the interval begins here, and whether it ends here."""
-        return entry[0] // self._size == self._place, entry[1] // self._size == self._place
+        """Whether the interval starts here, and whether it ends here."""
+        return entry[0] // self._size == self._index, entry[1] // self._size == self._index
 
 
 class _LargeCell(Generic[T]):
-    """The intervals of a cell with many: some begin there, some end there, some do neither."""
+    """A cell with many intervals: those that start, end, or pass through."""
 
     __slots__ = ("_beginning", "_ending", "_through")
 
@@ -223,12 +223,12 @@ class _LargeCell(Generic[T]):
             return self._beginning.discard(low, item)
         return self._ending.discard(high, item) if ends else _remove(self._through, item)
 
-    def holding(self, number: float) -> list[T]:
+    def containing(self, number: float) -> list[T]:
         return self._beginning.upto(number) + self._through + self._ending.since(number)
 
 
 class _SortedItems(Generic[T]):
-    """Items in the order of their keys."""
+    """Items sorted by key."""
 
     __slots__ = ("items", "keys")
 
@@ -237,14 +237,14 @@ class _SortedItems(Generic[T]):
         self.items: list[T] = []
 
     def add(self, key: float, item: T) -> None:
-        place = bisect_right(self.keys, key)
-        self.keys.insert(place, key)
-        self.items.insert(place, item)
+        index = bisect_right(self.keys, key)
+        self.keys.insert(index, key)
+        self.items.insert(index, item)
 
     def discard(self, key: float, item: T) -> bool:
-        for place in range(bisect_left(self.keys, key), bisect_right(self.keys, key)):
-            if self.items[place] == item:
-                del self.keys[place], self.items[place]
+        for index in range(bisect_left(self.keys, key), bisect_right(self.keys, key)):
+            if self.items[index] == item:
+                del self.keys[index], self.items[index]
                 return True
         return False
 
@@ -256,7 +256,7 @@ class _SortedItems(Generic[T]):
 
 
 def _remove(items: list[T], item: T) -> bool:
-    """Whether it was there."""
+    """Remove an item; False if it is missing."""
     if item not in items:
         return False
     items.remove(item)

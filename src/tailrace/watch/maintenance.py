@@ -1,4 +1,4 @@
-"""What watch does on its own: forgets tombstones, publishes views, lets changes go, renews keys."""
+"""Maintenance of collections: purges tombstones, publishes views, bounds retention, rotates token keys."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import apsw
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.model import Lifetime
 from tailrace.routing.context import Context
 from tailrace.storage.object_store.interface import ObjectStoreError
@@ -24,27 +25,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tailrace.watch")
 
-PURGE_ROWS: Final = 500  # in one transaction, before others have their turn
+PURGE_ROWS: Final = 500  # per transaction, then the loop runs other callbacks
 WRITE_ID_RETENTION_MS: Final = 10 * 60 * 1000
 
 
 class Maintenance:
-    """Owned by the loop thread. One round at a time; what cannot be done is tried again in the next."""
+    """Runs periodically; failures are retried in the next run. Owned by the loop thread."""
 
-    def __init__(self, context: Context, book: CollectionRegistry, keys: TokenKeys) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry, keys: TokenKeys) -> None:
         self._context = context
         self._limits = context.limits
-        self._book = book
+        self._registry = registry
         self._keys = keys
-        self.views = PublishedViews(context, book)
+        self.views = PublishedViews(context, registry)
         self._sealing: SealingService | None = None
         self._task: asyncio.Task[None] | None = None
         self._removed: list[Collection] = []
-        self.other_bounds: Callable[[], list[RetentionBound]] = list  # of streams that are no collections
+        self.other_bounds: Callable[[], list[RetentionBound]] = list  # of other streams
         self.purged = 0
 
     def connect(self, sealing: SealingService) -> None:
-        """The tier tells what may go, and is told what must not."""
+        """Connect to sealing: provides retention bounds, and requests seals."""
         self._sealing = sealing
         sealing.retention.bounds = self._bounds
         self.views.seal_soon = sealing.seal_soon
@@ -58,26 +59,26 @@ class Maintenance:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.views.close()
 
-    def removed(self, collection: Collection) -> None:
-        """Its views are of no use any more."""
+    def on_removed(self, collection: Collection) -> None:
+        """A collection was deleted: delete its published views."""
         self._removed.append(collection)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._limits.watch_care_ms / 1000)
             try:
-                await self._round()
+                await self._run_once()
             except Exception:
-                logger.exception("a round of care for collections failed")
+                logger.exception("maintenance of collections failed")
 
-    async def _round(self) -> None:
-        self._keys.look()
+    async def _run_once(self) -> None:
+        self._keys.rotate_if_due()
         now_ms = self._context.clock.now_ns() // 1_000_000
         try:
-            self._book.view.forget_writes(now_ms - WRITE_ID_RETENTION_MS)
+            self._registry.view.delete_old_writes(now_ms - WRITE_ID_RETENTION_MS)
         except apsw.Error as error:
-            logger.warning("old writes cannot be forgotten: %s", error)
-        for collection in tuple(self._book.collections()):
+            logger.warning("cannot delete expired idempotency keys", extra=log_fields(error=str(error)))
+        for collection in tuple(self._registry.collections()):
             if collection.durable:
                 await self._purge(collection, now_ms)
                 await self._publish(collection, now_ms)
@@ -90,52 +91,60 @@ class Maintenance:
         kept_s = collection.config.tombstone_s(self._limits)
         if kept_s is None or collection.lagging:
             return
-        view, before_ms = self._book.view, now_ms - kept_s * 1000
+        view, before_ms = self._registry.view, now_ms - kept_s * 1000
         try:
             while (count := view.purge(collection.number, before_ms, PURGE_ROWS)) > 0:
                 self.purged += count
-                found = view.now.purged(collection.number, collection.config.partitions)
+                found = view.current.purged(collection.number, collection.config.partitions)
                 collection.purged = [one.version for one in found]
                 if count < PURGE_ROWS:
                     break
                 await asyncio.sleep(0)
         except apsw.Error as error:
-            logger.warning("tombstones of %s cannot be given up: %s", collection.name, error)
+            logger.warning(
+                "cannot purge tombstones",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
 
     # -- views and retention ---------------------------------------------------------------------------
 
     async def _publish(self, collection: Collection, now_ms: int) -> None:
-        """A view is worth publishing when changes are to go, and there are some that the last one lacks."""
+        """Publish the view if changes are due for removal that the last published view lacks."""
         retention_s = collection.config.retention_s(self._limits)
         if retention_s is None or collection.state != "live":
             return
-        if collection.base is None and not self._is_old(collection, now_ms - retention_s * 1000):
-            return  # nothing can go yet
+        if collection.published_positions is None and not self._is_old(
+            collection, now_ms - retention_s * 1000
+        ):
+            return  # nothing is due for removal
         try:
-            await self.views.look(collection)
+            await self.views.refresh(collection)
             due = now_ms - collection.published_ms >= self._limits.watch_view_ms
-            if not due or collection.lagging or collection.base == collection.applied:
+            if not due or collection.lagging or collection.published_positions == collection.applied:
                 return
             if any(collection.applied) and await self.views.publish(collection) and self._sealing is not None:
                 self._sealing.retention.look_again()
         except (ObjectStoreError, OSError, TailraceError) as error:
-            logger.warning("the view of %s cannot be published: %s", collection.name, error)
+            logger.warning(
+                "cannot publish view",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
 
     def _is_old(self, collection: Collection, before_ms: int) -> bool:
-        """Whether some of its changes may be from before; a stream is as old as its first entry."""
-        streams = map(self._book.log.find, collection.streams())
+        """Whether some changes may be older; a stream is as old as its first entry."""
+        streams = map(self._registry.log.find, collection.streams())
         return any(stream is not None and stream.created_ns // 1_000_000 < before_ms for stream in streams)
 
     def _bounds(self) -> list[RetentionBound]:
-        """Changes that may go by their age, if a published view has them."""
+        """Changes that retention may remove: old enough, and in a published view."""
         found = self.other_bounds()
-        for collection in self._book.collections():
+        for collection in self._registry.collections():
             retention_s = collection.config.retention_s(self._limits)
-            if retention_s is None or collection.base is None or collection.state != "live":
+            if retention_s is None or collection.published_positions is None or collection.state != "live":
                 continue
             lifetime = Lifetime(retention_s=retention_s)
-            for partition, upto in enumerate(collection.base):
-                stream = self._book.log.find(collection.stream(partition)) if upto else None
+            for partition, upto in enumerate(collection.published_positions):
+                stream = self._registry.log.find(collection.stream(partition)) if upto else None
                 if stream is not None and stream.earliest < upto:
                     found.append(RetentionBound(stream.number, lifetime, upto))
         return found

@@ -1,12 +1,10 @@
-"""The matcher of a collection: finds which subscriptions a change concerns, one change or a batch at a time.
+"""The matcher of a collection: finds the subscriptions that a change concerns, and why.
 
-Many changes at once: comparisons of fields with values are decided for all of them together, in arrays.
-
-A predicate that is made of a few such comparisons has a row here: for each, the column of values that it
-looks at and the least and the greatest value that it takes. Texts are compared by numbers that they are given
-when the first predicate asks for them.
-
-The matcher of one collection: which subscriptions a change concerns, and what it is to them.
+`Matcher` probes the predicate index with the document before and after the change. Predicates that the index
+decides completely need no evaluation; the others are evaluated one by one, or, for large batches, with
+`ComparisonMatrix`: one row per predicate holds the columns (fields) it compares and the range of values that
+each may have, so that all changes of a batch are decided in array operations. Strings are compared by numbers
+that are assigned when a predicate first uses them.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from tailrace.watch.evaluator import field_getter
 from tailrace.watch.predicate import EITHER, SEMANTICS, UNDECIDED, Condition, FieldPath, Predicate
 from tailrace.watch.predicate_index import DOCUMENT_BYTES_MAX, PredicateIndex, ProbeResult
 
-TESTS_MAX: Final = 4  # comparisons of one predicate; with more it is decided one by one
+TESTS_MAX: Final = 4  # comparisons per predicate; a predicate with more is evaluated alone
 ROWS_INITIAL: Final = 1024
 NO_ROW: Final = -1
-_ALWAYS: Final = (0, -math.inf, math.inf)  # the first column holds nothing but zeros
+_ALWAYS: Final = (0, -math.inf, math.inf)  # column 0 holds only zeros
 _PLAIN: Final = {("b", False): 0.0, ("b", True): 1.0, ("n",): 2.0}
 
 ColumnTest = tuple[int, float, float]
@@ -36,12 +34,12 @@ ColumnTest = tuple[int, float, float]
 
 @cache
 def has_numpy() -> bool:
-    """Whether numbers can be worked on in arrays here."""
+    """Whether array operations are available."""
     return find_spec("numpy") is not None
 
 
 class ComparisonMatrix:
-    """The comparisons of all predicates of a collection."""
+    """The comparisons of all predicates of a collection, one row per predicate."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -57,11 +55,11 @@ class ComparisonMatrix:
 
     @property
     def texts(self) -> int:
-        """How many were given a number; they keep it as long as the rows last."""
+        """How many strings have a number; numbers are never reused within one matrix."""
         return len(self._texts)
 
     def add(self, conditions: Sequence[Condition]) -> int:
-        """The row of a predicate that says this and no more; `NO_ROW` if it cannot be said here."""
+        """Add a predicate that is exactly these conditions; `NO_ROW` if it cannot be represented."""
         if len(conditions) > TESTS_MAX:
             return NO_ROW
         tests: list[ColumnTest] = []
@@ -89,42 +87,42 @@ class ComparisonMatrix:
         return row
 
     def _test(self, condition: Condition) -> ColumnTest | None:
-        path, wanted = condition.path, condition.value
+        path, expected = condition.path, condition.value
         if not condition.exact:
             return None
         if condition.kind == "range":
-            return self._at(path, "number"), *wanted.closed
+            return self._at(path, "number"), *expected.closed
         if condition.kind != "equal":
             return None
-        if type(wanted) is str:
-            number = self._texts.setdefault(wanted, float(len(self._texts)))
+        if type(expected) is str:
+            number = self._texts.setdefault(expected, float(len(self._texts)))
             return self._at(path, "text"), number, number
-        if type(wanted) is float:
-            return self._at(path, "number"), wanted, wanted
-        number = _PLAIN[wanted]
+        if type(expected) is float:
+            return self._at(path, "number"), expected, expected
+        number = _PLAIN[expected]
         return self._at(path, "plain"), number, number
 
     def _at(self, path: FieldPath, kind: str) -> int:
         return self._columns.setdefault((path, kind), len(self._columns) + 1)
 
-    # -- deciding --------------------------------------------------------------------------------------
+    # -- evaluating ------------------------------------------------------------------------------------
 
-    def holding(
-        self, documents: Sequence[dict[str, Any]], rows: Sequence[int], places: Sequence[int]
+    def evaluate(
+        self, documents: Sequence[dict[str, Any]], rows: Sequence[int], indexes: Sequence[int]
     ) -> list[int]:
-        """Which of the predicates in `rows` are true on the documents in `places`, asked in pairs."""
+        """Indexes of the (row, document) pairs for which the predicate is true."""
         if not rows:
             return []
         np, values = self._np, self._values(documents)
-        asked, beside = np.array(rows, np.intp), np.array(places, np.intp)
+        row_of, document_of = np.array(rows, np.intp), np.array(indexes, np.intp)
         holds = np.ones(len(rows), bool)
         for test in range(TESTS_MAX):
-            found = values[self._column[test, asked], beside]
-            holds &= (found >= self._low[test, asked]) & (found <= self._high[test, asked])
+            found = values[self._column[test, row_of], document_of]
+            holds &= (found >= self._low[test, row_of]) & (found <= self._high[test, row_of])
         return np.flatnonzero(holds).tolist()
 
     def _values(self, documents: Sequence[dict[str, Any]]) -> Any:
-        """What the documents have in the columns that anybody looks at."""
+        """The values of all columns in use, one array row per column."""
         found = self._np.full((len(self._columns) + 1, len(documents)), math.nan)
         found[0] = 0.0
         for (path, kind), column in self._columns.items():
@@ -135,7 +133,7 @@ class ComparisonMatrix:
 def _column(
     get: Callable[[Any], Any], kind: str, texts: dict[str, float], documents: Iterable[dict[str, Any]]
 ) -> list[float]:
-    """One field of all documents as numbers; whatever is of another kind is no number."""
+    """One field of all documents as numbers; NaN for values of another type."""
     nan = math.nan
     if kind == "text":
         number = texts.get
@@ -154,58 +152,58 @@ def _column(
 S = TypeVar("S")
 
 MatchOp = Literal["insert", "update", "delete"]
-MatchEvent = tuple[MatchOp, str]  # and the reason
-KnownTruth = tuple[bool | None, bool | None]  # whether something matched before, and after; None: not known
-SUBSCRIBER_TUPLE_MAX: Final = 8  # subscribers of one predicate that are kept in a tuple
-BATCH_MIN: Final = 32  # changes that are worth an array
+MatchEvent = tuple[MatchOp, str]  # operation and reason
+KnownTruth = tuple[bool | None, bool | None]  # matched before, matched after; None: unknown
+SUBSCRIBER_TUPLE_MAX: Final = 8  # above this the subscribers of a predicate are a set
+BATCH_MIN: Final = 32  # smaller batches are faster without arrays
 TEXTS_SPARE: Final = 10_000
-# The part behind the plus sign changes only when the meaning of expressions does.
+# The suffix changes only when the semantics of expressions change.
 MATCHER_VERSION: Final = f"{__version__}+{hashlib.sha256(SEMANTICS.encode()).hexdigest()[:4]}"
 
 
 class Interest:
-    """What somebody watches: a predicate with the read rule worked in, and both of them apart."""
+    """What a subscription watches: its predicate including the read rule, and the read rule alone."""
 
-    __slots__ = ("rule", "whole")
+    __slots__ = ("predicate", "rule")
 
     def __init__(self, whole: Predicate, rule: Predicate | None) -> None:
-        self.whole = whole
-        self.rule = rule  # None: everybody with the scope may read
+        self.predicate = whole
+        self.rule = rule  # None: every identity with the scope may read
 
     @property
     def is_metered(self) -> bool:
-        return self.whole.is_metered or (self.rule is not None and self.rule.is_metered)
+        return self.predicate.is_metered or (self.rule is not None and self.rule.is_metered)
 
-    def event(self, change: Change) -> MatchEvent | None:
-        """What the change is to whoever watches this; raises CostError if it cannot be afforded."""
-        return self.event_of(change.before, change.after, None, None)
+    def classify(self, change: Change) -> MatchEvent | None:
+        """The event that subscribers see; raises CostExceededError if the evaluation is too expensive."""
+        return self.classify_images(change.before, change.after, None, None)
 
-    def event_of(
+    def classify_images(
         self, before: Document | None, after: Document | None, was: bool | None, now: bool | None
     ) -> MatchEvent | None:
-        """As `event`, from both images; whether they match may be known already."""
+        """As `classify`, from both images; `was` and `now` say whether they match, if already known."""
         if was is None:
-            was = before is not None and self.whole.matches(before)
+            was = before is not None and self.predicate.matches(before)
         if now is None:
-            now = after is not None and self.whole.matches(after)
+            now = after is not None and self.predicate.matches(after)
         if now:
             if was:
                 return ("update", "changed")
             if before is None:
                 return ("insert", "created")
-            return ("insert", "entered" if self._readable(before) else "visible")
+            return ("insert", "entered" if self._is_readable(before) else "visible")
         if was:
             if after is None:
                 return ("delete", "deleted")
-            return ("delete", "left" if self._readable(after) else "hidden")
+            return ("delete", "left" if self._is_readable(after) else "hidden")
         return None
 
-    def _readable(self, document: dict[str, Any]) -> bool:
+    def _is_readable(self, document: dict[str, Any]) -> bool:
         return self.rule is None or self.rule.matches(document)
 
 
 class Match(NamedTuple, Generic[S]):
-    """All to whom a change is the same."""
+    """Subscribers that receive the same event."""
 
     subscribers: Collection[S]
     op: MatchOp
@@ -213,28 +211,28 @@ class Match(NamedTuple, Generic[S]):
 
 
 class MatchResult(NamedTuple, Generic[S]):
-    """Whom a change concerns, and those whose predicate took too many steps to tell."""
+    """The matches of a change, and the subscribers whose predicate could not be decided."""
 
     matches: list[Match[S]]
-    too_costly: set[S]  # more than an evaluation may take
-    postponed: set[S]  # more than was left of this turn; not decided
+    too_costly: set[S]  # exceeded the steps of one evaluation
+    postponed: set[S]  # exceeded the rest of the step budget; not decided
 
 
 class SharedPredicate(Generic[S]):
-    """A predicate and all who watch it: one, most of the time."""
+    """A predicate and its subscribers: usually one."""
 
     __slots__ = ("interest", "lookups", "row", "subscribers")
 
     def __init__(self, interest: Interest) -> None:
         self.interest = interest
         self.subscribers: tuple[S, ...] | set[S] = ()
-        # With a read rule there are more reasons than looking up can tell apart.
-        self.lookups = interest.whole.lookups if interest.rule is None else UNDECIDED
-        self.row: int | None = None  # where it is decided together with others; None: not asked yet
+        # With a read rule there are more reasons than index lookups can distinguish.
+        self.lookups = interest.predicate.lookups if interest.rule is None else UNDECIDED
+        self.row: int | None = None  # in the comparison matrix; None: not assigned yet
 
     @property
     def branches(self) -> Sequence[tuple[Condition, ...]]:
-        return self.interest.whole.branches
+        return self.interest.predicate.branches
 
     def add(self, subscriber: S) -> None:
         known = self.subscribers
@@ -254,17 +252,17 @@ class SharedPredicate(Generic[S]):
 
 
 class Matcher(Generic[S]):
-    """Equal predicates are decided once, whoever asked for them."""
+    """Matches changes; equal predicates are evaluated once for all their subscribers."""
 
-    def __init__(self, scan_max: int, turn: StepBudget | None = None) -> None:
-        """`turn` bounds what matching takes at once; without it only each evaluation is bounded."""
+    def __init__(self, scan_max: int, budget: StepBudget | None = None) -> None:
+        """`budget` bounds the steps of a time slice; without it only each evaluation is bounded."""
         self.index: PredicateIndex[SharedPredicate[S]] = PredicateIndex(scan_max)
-        self._turn = turn
+        self._budget = budget
         self._by_hash: dict[bytes, SharedPredicate[S]] = {}
         self._rows: ComparisonMatrix | None = None
         self.candidates = 0
         self.hits = 0
-        self.fallbacks = 0  # evaluations by the library
+        self.fallbacks = 0  # evaluations by the CEL library
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -276,7 +274,7 @@ class Matcher(Generic[S]):
         return predicate.hash in self._by_hash or self.index.has_room(predicate)
 
     def add(self, interest: Interest, subscriber: S) -> None:
-        key = interest.whole.hash
+        key = interest.predicate.hash
         shared = self._by_hash.get(key)
         if shared is None:
             shared = self._by_hash[key] = SharedPredicate(interest)
@@ -284,7 +282,7 @@ class Matcher(Generic[S]):
         shared.add(subscriber)
 
     def discard(self, interest: Interest, subscriber: S) -> None:
-        key = interest.whole.hash
+        key = interest.predicate.hash
         shared = self._by_hash.get(key)
         if shared is None:
             return
@@ -295,86 +293,86 @@ class Matcher(Generic[S]):
             if self._rows is not None and shared.row is not None:
                 self._rows.discard(shared.row)
 
-    def _probed(
+    def _probe(
         self, change: Change
     ) -> tuple[ProbeResult[SharedPredicate[S]], ProbeResult[SharedPredicate[S]], list[SharedPredicate[S]]]:
-        """What may match the document before the change, what the one after it, and what matches both."""
+        """Candidates for the document before the change, for the one after it, and what matches both."""
         was: ProbeResult[SharedPredicate[S]] = ProbeResult()
         now: ProbeResult[SharedPredicate[S]] = ProbeResult()
         both: list[SharedPredicate[S]] = []
         self.index.probe_both(change.before, change.after, was, now, both)
         return was, now, both
 
-    def candidates_of(self, change: Change) -> list[Interest]:
-        """What the index finds, without deciding or counting anything."""
-        was, now, both = self._probed(change)
+    def find_candidates(self, change: Change) -> list[Interest]:
+        """The candidates of the index, without evaluating or counting them."""
+        was, now, both = self._probe(change)
         return [shared.interest for shared in (*both, *_all(was, now))]
 
-    def found(self, change: Change) -> MatchResult[S]:
-        """Every match."""
-        was, now, both = self._probed(change)
-        apart: dict[SharedPredicate[S], KnownTruth] = {}
+    def match(self, change: Change) -> MatchResult[S]:
+        """All matches of a change."""
+        was, now, both = self._probe(change)
+        undecided: dict[SharedPredicate[S], KnownTruth] = {}
         if was.maybe or now.maybe:
             self.candidates += len(both) + len(_all(was, now))
             for probed in (was, now):
                 for shared in probed.maybe:
                     if shared.lookups == EITHER:
                         probed.sure.add(shared)
-                    elif shared not in apart:
-                        apart[shared] = _known(shared, was), _known(shared, now)
+                    elif shared not in undecided:
+                        undecided[shared] = _known(shared, was), _known(shared, now)
         else:
             self.candidates += len(both) + len(was.sure | now.sure)
-        return self._sorted_out(change, was.sure, now.sure, both, apart)
+        return self._classify(change, was.sure, now.sure, both, undecided)
 
-    def _sorted_out(
+    def _classify(
         self,
         change: Change,
         was: set[SharedPredicate[S]],
         now: set[SharedPredicate[S]],
         both: list[SharedPredicate[S]],
-        apart: Mapping[SharedPredicate[S], KnownTruth],
+        undecided: Mapping[SharedPredicate[S], KnownTruth],
     ) -> MatchResult[S]:
-        """What a change is to those who matched before it or after it, and to those who have to be asked."""
+        """Group predicates by event; those in `undecided` are evaluated first."""
         if change.after is not None and len(change.entry.after) <= DOCUMENT_BYTES_MAX:
             self.index.sample.add(change.after)
-        told: dict[MatchEvent, list[SharedPredicate[S]]] = {}
+        events: dict[MatchEvent, list[SharedPredicate[S]]] = {}
         too_costly: set[S] = set()
         postponed: set[S] = set()
-        if apart:
-            was -= apart.keys()
-            now -= apart.keys()
-            told = self._decided(change, apart, too_costly, postponed)
+        if undecided:
+            was -= undecided.keys()
+            now -= undecided.keys()
+            events = self._evaluate_each(change, undecided, too_costly, postponed)
         stayed = was & now
         if stayed or both:
-            told.setdefault(("update", "changed"), []).extend((*both, *stayed))
+            events.setdefault(("update", "changed"), []).extend((*both, *stayed))
         if len(now) > len(stayed):
             entered = "created" if change.before is None else "entered"
-            told.setdefault(("insert", entered), []).extend(now - stayed)
+            events.setdefault(("insert", entered), []).extend(now - stayed)
         if len(was) > len(stayed):
             left = "deleted" if change.after is None else "left"
-            told.setdefault(("delete", left), []).extend(was - stayed)
-        self.hits += sum(map(len, told.values()))
+            events.setdefault(("delete", left), []).extend(was - stayed)
+        self.hits += sum(map(len, events.values()))
         return MatchResult(
-            [Match(_subscribers(who), *what) for what, who in told.items()], too_costly, postponed
+            [Match(_subscribers(who), *what) for what, who in events.items()], too_costly, postponed
         )
 
-    def _decided(
+    def _evaluate_each(
         self,
         change: Change,
-        apart: Mapping[SharedPredicate[S], KnownTruth],
+        undecided: Mapping[SharedPredicate[S], KnownTruth],
         too_costly: set[S],
         postponed: set[S],
     ) -> dict[MatchEvent, list[SharedPredicate[S]]]:
-        """One by one."""
+        """Evaluate predicates that the index could not decide."""
         before, after = change.before, change.after
-        told: dict[MatchEvent, list[SharedPredicate[S]]] = {}
-        for shared, (was, now) in apart.items():
+        events: dict[MatchEvent, list[SharedPredicate[S]]] = {}
+        for shared, (was, now) in undecided.items():
             interest = shared.interest
-            self.fallbacks += interest.whole.fallback
-            turn = self._turn if interest.is_metered else None
-            spent = turn.allow() if turn is not None else 0
+            self.fallbacks += interest.predicate.fallback
+            budget = self._budget if interest.is_metered else None
+            spent = budget.begin() if budget is not None else 0
             try:
-                event = interest.event_of(before, after, was, now)
+                event = interest.classify_images(before, after, was, now)
             except CostExceededError:
                 too_costly.update(shared.subscribers)
                 continue
@@ -382,35 +380,35 @@ class Matcher(Generic[S]):
                 postponed.update(shared.subscribers)
                 continue
             finally:
-                if turn is not None:
-                    turn.account(spent)
+                if budget is not None:
+                    budget.end(spent)
             if event is not None:
-                told.setdefault(event, []).append(shared)
-        return told
+                events.setdefault(event, []).append(shared)
+        return events
 
-    # -- many at once ----------------------------------------------------------------------------------
+    # -- batches ---------------------------------------------------------------------------------------
 
-    def matches_of(self, changes: Sequence[Change]) -> list[MatchResult[S]]:
-        """As `found`, for several changes: most of it is decided in arrays, where there are any."""
+    def match_batch(self, changes: Sequence[Change]) -> list[MatchResult[S]]:
+        """As `match`, for several changes: large batches are decided in arrays if numpy is installed."""
         if len(changes) <= BATCH_MIN or not has_numpy():
-            return [self.found(change) for change in changes]
+            return [self.match(change) for change in changes]
         if self._rows is None or self._rows.texts > 2 * len(self._by_hash) + TEXTS_SPARE:
-            # Anew: texts that nobody compares with any more are forgotten.
+            # Rebuild, to drop strings that no predicate compares with any more.
             self._rows = ComparisonMatrix()
             for shared in self._by_hash.values():
                 shared.row = None
-        return self._together(self._rows, changes)
+        return self._match_with_arrays(self._rows, changes)
 
-    def _together(self, rows: ComparisonMatrix, changes: Sequence[Change]) -> list[MatchResult[S]]:
-        documents: list[dict[str, Any]] = []  # two for each change
-        asked: list[SharedPredicate[S]] = []  # those with a row
-        asked_rows: list[int] = []
-        asked_on: list[int] = []  # the document to decide it on
-        hits: list[set[SharedPredicate[S]]] = []  # of each document
-        stayed: list[list[SharedPredicate[S]]] = []  # of each change: those that match both of its documents
-        apart: list[dict[SharedPredicate[S], KnownTruth]] = []  # those that have no row
+    def _match_with_arrays(self, rows: ComparisonMatrix, changes: Sequence[Change]) -> list[MatchResult[S]]:
+        documents: list[dict[str, Any]] = []  # two per change
+        maybe: list[SharedPredicate[S]] = []  # predicates with a row
+        maybe_rows: list[int] = []
+        maybe_documents: list[int] = []  # index of the document to evaluate
+        hits: list[set[SharedPredicate[S]]] = []  # per document
+        stayed: list[list[SharedPredicate[S]]] = []  # per change: predicates that match both images
+        undecided: list[dict[SharedPredicate[S], KnownTruth]] = []  # predicates without a row
         for change in changes:
-            was, now, both = self._probed(change)
+            was, now, both = self._probe(change)
             self.candidates += len(both) + len(_all(was, now))
             alone: dict[SharedPredicate[S], KnownTruth] = {}
             for image, probed in ((change.before, was), (change.after, now)):
@@ -418,21 +416,21 @@ class Matcher(Generic[S]):
                     if shared.lookups == EITHER:
                         probed.sure.add(shared)
                         continue
-                    row = shared.row if shared.row is not None else _given_row(rows, shared)
+                    row = shared.row if shared.row is not None else _assign_row(rows, shared)
                     if row == NO_ROW:
                         alone[shared] = _known(shared, was), _known(shared, now)
                     else:
-                        asked.append(shared)
-                        asked_rows.append(row)
-                        asked_on.append(len(documents))
+                        maybe.append(shared)
+                        maybe_rows.append(row)
+                        maybe_documents.append(len(documents))
                 documents.append({} if image is None else image)
                 hits.append(probed.sure)
             stayed.append(both)
-            apart.append(alone)
-        for place in rows.holding(documents, asked_rows, asked_on):
-            hits[asked_on[place]].add(asked[place])
-        sides = zip(changes, hits[::2], hits[1::2], stayed, apart, strict=True)
-        return [self._sorted_out(*one) for one in sides]
+            undecided.append(alone)
+        for index in rows.evaluate(documents, maybe_rows, maybe_documents):
+            hits[maybe_documents[index]].add(maybe[index])
+        sides = zip(changes, hits[::2], hits[1::2], stayed, undecided, strict=True)
+        return [self._classify(*one) for one in sides]
 
 
 def _all(
@@ -442,7 +440,7 @@ def _all(
 
 
 def _known(shared: SharedPredicate[S], found: ProbeResult[SharedPredicate[S]]) -> bool | None:
-    """Whether it matches, as far as looking it up tells; what was not found does not."""
+    """Whether it matches, as far as the index decides it; predicates not found do not match."""
     return None if shared in found.maybe else shared in found.sure
 
 
@@ -452,12 +450,12 @@ def _subscribers(who: list[SharedPredicate[S]]) -> Collection[S]:
     return [subscriber for shared in who for subscriber in shared.subscribers]
 
 
-def _given_row(rows: ComparisonMatrix, shared: SharedPredicate[Any]) -> int:
-    """A row can tell the reasons apart no better than looking up."""
+def _assign_row(rows: ComparisonMatrix, shared: SharedPredicate[Any]) -> int:
+    """The row of a predicate; with a read rule there is none, since a row cannot distinguish the reasons."""
     interest = shared.interest
-    if interest.rule is not None or not interest.whole.is_plain:
+    if interest.rule is not None or not interest.predicate.is_plain:
         row = NO_ROW
     else:
-        row = rows.add(interest.whole.branches[0])
+        row = rows.add(interest.predicate.branches[0])
     shared.row = row
     return row

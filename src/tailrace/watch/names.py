@@ -18,7 +18,7 @@ COLLECTIONS_PREFIX: Final = "__collections__/"
 
 _DATABASE: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}\Z")
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
-# They would collide with what belongs to a stream.
+# These would collide with subpaths of a stream.
 _RESERVED: Final = frozenset({"pk", "touch"})
 
 
@@ -30,24 +30,24 @@ class DocumentPath(NamedTuple):
 def check_database(name: str) -> str:
     if not _DATABASE.match(name):
         raise TailraceError(
-            "invalid_path", "a database is named by a small letter and up to 62 of a-z, 0-9, '_', '-'"
+            "invalid_path", "the name of a database must be a letter a-z and up to 62 of a-z, 0-9, '_', '-'"
         )
     return name
 
 
 def check_collection(path: str) -> str:
-    """The path of a collection: an odd number of segments."""
+    """Validate the path of a collection: an odd number of segments."""
     segments = _segments(path)
     if len(segments) % 2 == 0:
-        raise TailraceError("invalid_path", "a collection has an odd number of segments, not an even one")
+        raise TailraceError("invalid_path", "the path of a collection must have an odd number of segments")
     return path
 
 
 def split_document_path(path: str) -> DocumentPath:
-    """The path of a document: its collection, and its id."""
+    """Split the path of a document into collection and id."""
     segments = _segments(path)
     if len(segments) % 2:
-        raise TailraceError("invalid_path", "a document has an even number of segments, not an odd one")
+        raise TailraceError("invalid_path", "the path of a document must have an even number of segments")
     return DocumentPath(path.rpartition("/")[0], segments[-1])
 
 
@@ -55,16 +55,16 @@ def _segments(path: str) -> list[str]:
     segments = path.split("/")
     if len(path) > PATH_BYTES_MAX or len(segments) > SEGMENTS_MAX:
         raise TailraceError(
-            "invalid_path", f"a path has at most {PATH_BYTES_MAX} bytes and {SEGMENTS_MAX} segments"
+            "invalid_path", f"a path must have at most {PATH_BYTES_MAX} bytes and {SEGMENTS_MAX} segments"
         )
-    for place, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         if not _SEGMENT.match(segment) or segment in (".", ".."):
             raise TailraceError(
                 "invalid_path",
-                "a segment has 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-', and is neither '.' nor '..'",
+                "a segment must be 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-', and not '.' or '..'",
             )
-        if place % 2 == 0 and (segment.startswith("_") or segment in _RESERVED):
-            raise TailraceError("invalid_path", f"no collection can be named {segment!r}")
+        if index % 2 == 0 and (segment.startswith("_") or segment in _RESERVED):
+            raise TailraceError("invalid_path", f"the name {segment!r} is reserved")
     return segments
 
 
@@ -81,7 +81,7 @@ def collections_stream_name(database: str) -> str:
 
 
 class PartitionPatterns:
-    """How many partitions new collections get, by their path: `rooms/*/messages=1, logs=64`."""
+    """The number of partitions of new collections by path: `rooms/*/messages=1, logs=64`."""
 
     def __init__(self, text: str, default: int) -> None:
         self._default = default
@@ -91,7 +91,7 @@ class PartitionPatterns:
             if not count.strip().isdecimal() or not 1 <= int(count) <= PARTITIONS_MAX:
                 raise TailraceError(
                     "invalid_request",
-                    f"watch_partition_patterns: {item!r} is no path with =1 to ={PARTITIONS_MAX}",
+                    f"watch_partition_patterns: {item!r} must be a path with =1 to ={PARTITIONS_MAX}",
                 )
             self._patterns.append((pattern.strip().split("/"), int(count)))
 

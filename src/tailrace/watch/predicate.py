@@ -1,11 +1,11 @@
-"""A predicate: an expression ready to be decided on documents, and what an index can use of it.
+"""Predicates: compiled expressions, and the conditions by which an index can find them.
 
-Conjuncts that compare a field with a value are kept as values and not as closures: they are decided from
-what the index knows of them anyway, which is what lets a subscription be small.
+Conjuncts that compare a field with a constant are stored as values (`Condition`), not as closures: the index
+needs them anyway, and subscriptions stay small. Everything else is compiled to a truth function.
 """
 
 # pyright: reportUnknownVariableType=false
-# Values are whatever JSON holds.
+# Values are any JSON.
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from tailrace.watch.evaluator import (
     is_metered,
 )
 
-# Moves when the meaning of expressions does; part of every hash of a query.
+# Changes when the semantics of expressions change; part of every query hash.
 SEMANTICS: Final = "1"
-IN_MAX: Final = 64  # longer lists are not filed under each of their values
+IN_MAX: Final = 64  # longer lists are not indexed by their values
 BRANCHES_MAX: Final = 8
-# Below it, doubles and integers compare alike, however they are compared.
+# Below it, doubles and integers compare exactly.
 EXACT_BELOW: Final = 2**53
 
 ConditionKind = Literal["equal", "among", "range", "prefix", "contains", "has"]
 FieldPath = tuple[str, ...]
 UNDECIDED: Final = -1
 EITHER: Final = -2
-# Both are looked up in one table.
+# Both kinds are looked up in the same table.
 LOOKUP_TABLES: Final = {"among": "equal"}
 _BELOW: Final = float("-inf")
 _ABOVE: Final = float("inf")
@@ -57,7 +57,7 @@ WITHOUT_LOW, WITHOUT_HIGH = 1, 2
 
 
 class Range(NamedTuple):
-    """Numbers from `low` to `high`, as doubles; `ends` says which of the two do not belong to it."""
+    """Doubles from `low` to `high`; `ends` says which of the two are excluded."""
 
     low: float
     high: float
@@ -65,7 +65,7 @@ class Range(NamedTuple):
 
     @property
     def closed(self) -> tuple[float, float]:
-        """The least and the greatest double that belong to it."""
+        """The smallest and the greatest double in the range."""
         low, high, ends = self
         return (
             math.nextafter(low, math.inf) if ends & WITHOUT_LOW else low,
@@ -74,9 +74,9 @@ class Range(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """A conjunct in a form that an index can look up: it is false, or an error, wherever it is not found.
+    """A conjunct that an index can look up: where the lookup finds nothing, the conjunct is not true.
 
-    One that is `exact` is true wherever it is found, and stands for its conjunct altogether.
+    If `exact`, it is true wherever it is found, and replaces its conjunct.
     """
 
     kind: ConditionKind
@@ -86,7 +86,7 @@ class Condition(NamedTuple):
 
 
 def equality_class(value: Any) -> Any:
-    """Equal values of the language have equal classes, and can be keys of a dictionary."""
+    """A hashable key: values that CEL considers equal have equal classes."""
     kind: type[Any] = type(value)
     if kind is bool:
         return ("b", value)
@@ -101,23 +101,23 @@ def equality_class(value: Any) -> Any:
 
 @lru_cache(4096)
 def _intern_path(path: FieldPath) -> FieldPath:
-    """One for all who name the field."""
+    """One shared tuple per field."""
     return tuple(map(sys.intern, path))
 
 
 @lru_cache(4096)
 def _intern_condition(condition: Condition) -> Condition:
-    """Many ask for the same."""
+    """One shared object per condition."""
     return condition
 
 
 def extract_conditions(node: Node) -> tuple[Condition, ...]:
-    """What every matching document satisfies, as far as an index understands it."""
+    """Conditions that every matching document satisfies."""
     return _merge_conditions(_split_conjuncts(node)[0])
 
 
 def _split_conjuncts(node: Node) -> tuple[list[Condition], list[Node]]:
-    """The conditions of an expression, and those of its conjuncts that they do not decide."""
+    """The conditions of an expression, and the conjuncts that they do not decide."""
     conditions: list[Condition] = []
     rest: list[Node] = []
     for part in flatten_operands(node, "_&&_"):
@@ -130,7 +130,7 @@ def _split_conjuncts(node: Node) -> tuple[list[Condition], list[Node]]:
 
 
 def _merge_conditions(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Each once, and one range for each field."""
+    """Without duplicates, and with one range per field."""
     found: dict[Condition, None] = {}
     ranges: dict[FieldPath, Range] = {}
     for condition in conditions:
@@ -148,12 +148,11 @@ def _merge_conditions(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
 
 
 def _intersect_ranges(one: Range, other: Range) -> Range:
-    """What is in both of two ranges."""
     low, high = max(one.low, other.low), min(one.high, other.high)
     ends = 0
-    for given in (one, other):
-        ends |= given.ends & WITHOUT_LOW if given.low == low else 0
-        ends |= given.ends & WITHOUT_HIGH if given.high == high else 0
+    for part in (one, other):
+        ends |= part.ends & WITHOUT_LOW if part.low == low else 0
+        ends |= part.ends & WITHOUT_HIGH if part.high == high else 0
     return Range(low, high, ends)
 
 
@@ -196,8 +195,8 @@ def _field_condition(function: str, path: FieldPath, value: Any) -> Condition | 
     is_number = kind is int or kind is float
     exact = not is_number or abs(value) < EXACT_BELOW
     if function == "_==_":
-        wanted = equality_class(value)
-        return Condition("has", path) if wanted is None else Condition("equal", path, wanted, exact)
+        expected = equality_class(value)
+        return Condition("has", path) if expected is None else Condition("equal", path, expected, exact)
     if function in _ENDS:
         if not is_number:
             return Condition("has", path)
@@ -219,39 +218,39 @@ def _field_condition(function: str, path: FieldPath, value: Any) -> Condition | 
 
 def condition_holds(condition: Condition, doc: Any) -> bool:
     """Whether an exact condition is true on a document."""
-    kind, path, wanted, _ = condition
+    kind, path, expected, _ = condition
     found = doc.get(path[0], MISSING) if len(path) == 1 else field_getter(path)(doc)
     is_a = type(found)
     if kind == "equal":
-        if type(wanted) is str:
-            return found == wanted
-        if type(wanted) is float:
-            return (is_a is int or is_a is float) and found == wanted
-        return found is (wanted[1] if len(wanted) == 2 else None)
+        if type(expected) is str:
+            return found == expected
+        if type(expected) is float:
+            return (is_a is int or is_a is float) and found == expected
+        return found is (expected[1] if len(expected) == 2 else None)
     if kind == "range":
-        low, high, ends = wanted
+        low, high, ends = expected
         if (is_a is not int and is_a is not float) or not low <= found <= high:
             return False
         return not (
             ends and ((ends & WITHOUT_LOW and found == low) or (ends & WITHOUT_HIGH and found == high))
         )
     if kind == "among":
-        return is_a is str and found in wanted
+        return is_a is str and found in expected
     if kind == "prefix":
-        return is_a is str and found.startswith(wanted)
+        return is_a is str and found.startswith(expected)
     return found is not MISSING
 
 
 class PredicatePart(NamedTuple):
-    """A piece of a predicate, with the library's program if it came as text."""
+    """A part of a predicate, with the CEL program if it was given as source text."""
 
     node: Node
     program: CelProgram | None = None
-    variables: dict[str, Any] | None = None  # beside the document
+    variables: dict[str, Any] | None = None  # besides the document
 
 
 def canonical_predicate(parts: Sequence[PredicatePart], documents: frozenset[str] | None = None) -> str:
-    """Texts that are equal mean the same on every document."""
+    """A canonical text: equal texts give the same result on every document."""
     conjuncts = sorted(
         {canonical_text(piece) for part in parts for piece in flatten_operands(part.node, "_&&_")}
     )
@@ -260,7 +259,7 @@ def canonical_predicate(parts: Sequence[PredicatePart], documents: frozenset[str
 
 
 class Predicate:
-    """All parts have to be true. Two with the same hash decide the same."""
+    """The conjunction of its parts. Predicates with equal hashes are equivalent."""
 
     __slots__ = ("_rest", "_tests", "branches", "fallback", "hash", "is_metered", "lookups")
 
@@ -268,12 +267,12 @@ class Predicate:
         meaning = f"{SEMANTICS}\n{canonical_predicate(parts, documents)}"
         self.hash = hashlib.sha256(meaning.encode("utf-8", "surrogatepass")).digest()
         self.fallback = False
-        self.is_metered = False  # whether deciding it may charge anything
+        self.is_metered = False  # whether evaluation is charged to the step meter
         conditions: list[Condition] = []
         truths: list[TruthFunction] = []
         for part in parts:
-            taken, rest = _split_conjuncts(part.node)
-            conditions += taken
+            found, rest = _split_conjuncts(part.node)
+            conditions += found
             truths += self._truths(part, rest)
         if documents is not None:
             conditions.append(Condition("among", ("id",), tuple(sorted(documents)), exact=True))
@@ -284,16 +283,16 @@ class Predicate:
         self._rest: TruthFunction | None = (
             _with_step_budget(rest) if rest is not None and self.is_metered else rest
         )
-        # What the index files it under: one list of conjuncts, or one for each branch of an OR.
+        # The keys in the index: one list of conjuncts, or one per branch of an OR.
         self.branches: tuple[tuple[Condition, ...], ...] = (known,) if known else _branches(parts)
-        # It is true where so many of its conjuncts were looked up: there is nothing else to decide.
-        # One that is `EITHER` is true wherever it is found at all.
+        # It is true where this many of its conjuncts were found: no evaluation is needed.
+        # With `EITHER`, it is true wherever any of them is found.
         self.lookups = _lookups(known) if self.is_plain or not parts else UNDECIDED
         if len(self.branches) > 1 and _is_disjunction(parts):
             self.lookups = EITHER
 
     def _truths(self, part: PredicatePart, rest: list[Node]) -> list[TruthFunction]:
-        """What is left to decide of a part, if anything is."""
+        """The truth functions of the conjuncts that conditions do not decide."""
         try:
             found = [compile_truth(node) for node in rest]
         except NotCompilableError:
@@ -304,11 +303,11 @@ class Predicate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its conditions say all of it."""
+        """Whether its conditions decide it completely."""
         return self._rest is None and len(self.branches) == 1
 
     def matches(self, doc: Any) -> bool:
-        # Equalities come first, and what is decided was mostly found by one: the others say no sooner.
+        # Equalities come first, and candidates were mostly found by one: the others fail sooner.
         for condition in reversed(self._tests):
             if not condition_holds(condition, doc):
                 return False
@@ -317,18 +316,18 @@ class Predicate:
 
 
 def _lookups(conditions: Sequence[Condition]) -> int:
-    """How often an index looks for these, if it looks for each of them."""
-    places = {(LOOKUP_TABLES.get(one.kind, one.kind), one.path) for one in conditions}
-    return len(conditions) if len(places) == len(conditions) else UNDECIDED
+    """How many index lookups decide these conditions; `UNDECIDED` if two share a table and field."""
+    indexes = {(LOOKUP_TABLES.get(one.kind, one.kind), one.path) for one in conditions}
+    return len(conditions) if len(indexes) == len(conditions) else UNDECIDED
 
 
 def _is_disjunction(parts: Sequence[PredicatePart]) -> bool:
-    """Whether it says that one of several comparisons holds, each of which a look-up decides, and no more."""
+    """Whether it is exactly an OR of comparisons that a lookup decides."""
     if len(parts) != 1 or parts[0].variables is not None or len(flatten_operands(parts[0].node, "_&&_")) != 1:
         return False
     for branch in flatten_operands(parts[0].node, "_||_"):
-        taken, rest = _split_conjuncts(branch)
-        if rest or len(_merge_conditions(taken)) != 1:
+        found, rest = _split_conjuncts(branch)
+        if rest or len(_merge_conditions(found)) != 1:
             return False
     return True
 
@@ -343,14 +342,14 @@ def _branches(parts: Sequence[PredicatePart]) -> tuple[tuple[Condition, ...], ..
 
 
 def _deny_on_cost(holds: TruthFunction) -> TruthFunction:
-    """A rule that takes too many steps says no; a query that does has no result at all.
+    """A rule that exceeds its steps denies; a query that does fails.
 
-    A rule has a budget of its own: what may be read does not depend on what else is asked for.
+    A rule has its own budget: what may be read must not depend on the query.
     """
 
     def allows(doc: Any) -> bool:
         left = METER.left
-        METER.begin()
+        METER.reset()
         try:
             return holds(doc)
         except CostExceededError:
@@ -363,15 +362,15 @@ def _deny_on_cost(holds: TruthFunction) -> TruthFunction:
 
 def _library_truth(part: PredicatePart) -> TruthFunction:
     program, variables, cost = part.program, part.variables or {}, LibraryCostBound(part.node)
-    assert program is not None, "what cannot be lowered came as text"
+    assert program is not None, "a part that cannot be compiled has a program"
     return lambda doc: program.holds(doc=cost.charge(doc, variables), **variables)
 
 
 def _with_step_budget(holds: TruthFunction) -> TruthFunction:
-    """With a budget for this evaluation alone."""
+    """Reset the step meter before each evaluation."""
 
     def decided(doc: Any) -> bool:
-        METER.begin()
+        METER.reset()
         return holds(doc)
 
     return decided

@@ -1,16 +1,12 @@
-"""Predicate index: finds the predicates that may match a document, filed by their most selective condition.
+"""The predicate index: finds the predicates that may match a document, without visiting the others.
 
-Recent documents of a collection, to tell conjuncts that few documents satisfy from others.
+Every predicate is indexed by its most selective condition, estimated from a sample of recent documents. A
+large bucket is indexed again by the next condition of its predicates. The result of a probe is a superset of
+the matches: predicates must still be evaluated, unless all their conditions were looked up on the way. Those
+are stored separately, and returned as `sure`.
 
-The index of predicates: from a document to those that may match it, without looking at the others.
-
-Every predicate is filed under the conjunct that the fewest documents satisfy. A bucket that grows is indexed
-again by the next conjunct of its predicates. What comes out of a probe is a superset of what matches; the
-predicates themselves decide, unless all their conjuncts were looked up on the way to them. Which those are is
-known when they are filed: they are kept apart, and taken out of a bucket all at once.
-
-Most values are looked for by one predicate alone, which then stands in the table itself: a bucket is made for
-the second one.
+Most values are used by a single predicate, which is stored in the table itself; a bucket is created for the
+second one.
 """
 
 from __future__ import annotations
@@ -27,12 +23,12 @@ from tailrace.watch.predicate import LOOKUP_TABLES, Condition, FieldPath, Range,
 
 SAMPLE_MAX: Final = 2000
 SAMPLE_MIN: Final = 32
-STALE_AFTER: Final = 500  # documents that came in since the columns were made
+STALE_AFTER: Final = 500  # documents added since the columns were built
 COLUMNS_MAX: Final = 200
-# It is an estimate: large documents are left out, and of a long list some elements are enough.
+# Estimates are sufficient: large documents are skipped, and of long lists only some elements count.
 DOCUMENT_BYTES_MAX: Final = 16 * 1024
 ELEMENTS_MAX: Final = 64
-# What share of documents a conjunct lets through, as long as nothing is known.
+# The assumed share of matching documents while there is no sample.
 DEFAULT_SELECTIVITY: Final = {
     "equal": 0.01,
     "among": 0.05,
@@ -44,7 +40,7 @@ DEFAULT_SELECTIVITY: Final = {
 
 
 class SampleColumn:
-    """The values of one field in the sample, ready to be counted without looking at each."""
+    """The values of one field in the sample, prepared for fast counting."""
 
     __slots__ = ("classes", "elements", "numbers", "present", "texts")
 
@@ -76,7 +72,7 @@ class SampleColumn:
 
 
 class DocumentSample:
-    """A reservoir: every document has had the same chance to be in it, later ones a little more."""
+    """A reservoir sample of recent documents, slightly biased to later ones."""
 
     def __init__(self) -> None:
         self._documents: list[dict[str, Any]] = []
@@ -92,7 +88,7 @@ class DocumentSample:
         if len(self._documents) < SAMPLE_MAX:
             self._documents.append(document)
         elif self._seen % 16 == 0:
-            # A fixed stride through the reservoir: as good as chance, and the same every time.
+            # A fixed stride through the reservoir: as good as random, and deterministic.
             self._documents[(self._seen // 16 * 617) % SAMPLE_MAX] = document
         else:
             return
@@ -102,7 +98,7 @@ class DocumentSample:
             self._columns.clear()
 
     def share(self, condition: Condition) -> float:
-        """About how many of the documents satisfy it."""
+        """The estimated share of documents that satisfy the condition."""
         guess = DEFAULT_SELECTIVITY[condition.kind]
         if len(self._documents) < SAMPLE_MIN:
             return guess
@@ -115,7 +111,7 @@ class DocumentSample:
 
 
 def container_elements(value: Any, count_max: int | None = None) -> list[Any]:
-    """What `in` finds in a list, or in a map; of the first so many."""
+    """The elements of a list or keys of a map that `in` finds, at most `count_max`."""
     if type(value) is list:
         listed = cast("list[Any]", value)[:count_max]
         return [found for item in listed if (found := equality_class(item)) is not None]
@@ -123,26 +119,26 @@ def container_elements(value: Any, count_max: int | None = None) -> list[Any]:
 
 
 BUCKET_MAX: Final = 8
-LIST_MAX: Final = 16  # entries of a bucket beyond which it is worth a set
+LIST_MAX: Final = 16  # larger buckets are sets
 DEPTH_MAX: Final = 4
-MISESTIMATE_FACTOR: Final = 4  # times that another conjunct has to be better for a predicate to be moved
+MISESTIMATE_FACTOR: Final = 4  # another condition must be this much better for a move
 
-# What is filed under an interval is not divided further; a bucket is divided by the next conjunct, which
-# may be that very interval. Of a narrow one the sample cannot tell how narrow it is.
+# Intervals are not subdivided, while a bucket can be split by the next condition, possibly that interval. For
+# narrow intervals the sample cannot estimate the width.
 _WEIGHTS: Final = {"range": 200}
 
 Getter = Callable[[Any], Any]
-UsedConditions = tuple[tuple[str, FieldPath], ...]  # kinds and fields that led to a bucket
+UsedConditions = tuple[tuple[str, FieldPath], ...]  # kinds and fields on the way to a bucket
 
 
 class Indexable(Protocol):
-    """Something that is found by its conjuncts: a predicate, or whoever shares one."""
+    """An item with conditions: a predicate, or a predicate with its subscribers."""
 
     @property
     def branches(self) -> Sequence[tuple[Condition, ...]]: ...
     @property
     def lookups(self) -> int:
-        """It is true of every document that it was found for by so many of its conjuncts."""
+        """It is true for documents for which this many conditions were found."""
         ...
 
 
@@ -154,19 +150,19 @@ def _condition_cost(condition: Condition, sample: DocumentSample) -> float:
 
 
 class ProbeResult(Generic[T]):
-    """What was found for one document."""
+    """The result of a probe for one document."""
 
     __slots__ = ("_elements", "maybe", "sure")
 
     def __init__(self) -> None:
-        self.sure: set[T] = set()  # they match
-        self.maybe: set[T] = set()  # whether these do has to be decided
+        self.sure: set[T] = set()  # known to match
+        self.maybe: set[T] = set()  # must be evaluated
         self._elements: dict[FieldPath, set[Any]] | None = None
 
-    def held(self, path: FieldPath, value: Any, keys: KeysView[Any]) -> set[Any]:
-        """Which of the keys a list or map of the document holds.
+    def matching_keys(self, path: FieldPath, value: Any, keys: KeysView[Any]) -> set[Any]:
+        """The keys that a list or map of the document contains.
 
-        Every bucket on the way asks: the elements are gathered once, and the fewer of both are gone through.
+        Called for every bucket on the way: elements are cached, and the smaller of both sets is iterated.
         """
         if self._elements is None:
             self._elements = {}
@@ -175,14 +171,14 @@ class ProbeResult(Generic[T]):
             known = self._elements[path] = set(container_elements(value))
         return keys & known
 
-    def take(self, item: T, depth: int) -> None:
-        """One that so many of its conjuncts led to."""
+    def add(self, item: T, depth: int) -> None:
+        """Add an item that was found by `depth` conditions."""
         if item.lookups == depth:
             self.sure.add(item)
         else:
             self.maybe.add(item)
 
-    def take_all(self, items: list[T], depth: int) -> None:
+    def add_all(self, items: list[T], depth: int) -> None:
         for item in items:
             if item.lookups == depth:
                 self.sure.add(item)
@@ -191,18 +187,18 @@ class ProbeResult(Generic[T]):
 
 
 class _Bucket(Generic[T]):
-    """Items that share a conjunct."""
+    """Items that share a condition."""
 
     __slots__ = ("_used", "below", "maybe", "sure")
 
     def __init__(self, used: UsedConditions) -> None:
         self._used = used
-        self.sure: Sequence[T] | set[T] = ()  # those of which every conjunct led here
+        self.sure: Sequence[T] | set[T] = ()  # all conditions were looked up on the way
         self.maybe: Sequence[T] | set[T] = ()
         self.below: _Level[T] | None = None
 
     def _rest(self, item: T) -> tuple[Condition, ...]:
-        """Conjuncts that did not lead here. One that is found by several ways is not filed any further."""
+        """Conditions not used on the way; items with several branches are not indexed any further."""
         if len(item.branches) != 1:
             return ()
         used = self._used
@@ -215,12 +211,12 @@ class _Bucket(Generic[T]):
         if self.below is not None and rest:
             self.below.add(item, rest, sample)
             return
-        self._keep(item)
+        self._insert(item)
         size = len(self.sure) + len(self.maybe)
         if rest and size > BUCKET_MAX and len(self._used) <= DEPTH_MAX:
             self._split(sample)
 
-    def _keep(self, item: T) -> None:
+    def _insert(self, item: T) -> None:
         if item.lookups == len(self._used):
             self.sure = _add_item(self.sure, item)
         else:
@@ -228,14 +224,14 @@ class _Bucket(Generic[T]):
 
     def _split(self, sample: DocumentSample) -> None:
         below: _Level[T] = _Level(self._used)
-        kept = (*self.sure, *self.maybe)
+        retained = (*self.sure, *self.maybe)
         self.sure, self.maybe = (), ()
-        for item in kept:
+        for item in retained:
             rest = self._rest(item)
             if rest:
                 below.add(item, rest, sample)
             else:
-                self._keep(item)
+                self._insert(item)
         self.below = below
 
     def discard(self, item: T) -> None:
@@ -269,7 +265,7 @@ class _Bucket(Generic[T]):
 
 
 def _add_item(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
-    """With one more, if it is not there: a list, or a set of very many."""
+    """Add an item once; large lists become sets."""
     if isinstance(items, set):
         items.add(item)
         return items
@@ -286,13 +282,13 @@ def _remove_item(items: Sequence[T] | set[T], item: T) -> Sequence[T] | set[T]:
 
 
 class _Level(Generic[T]):
-    """Items by conjunct: alone, or in a bucket with others."""
+    """Items by condition: alone, or in a bucket."""
 
     __slots__ = ("_depth", "_used", "contains", "equal", "gets", "has", "prefix", "ranges")
 
     def __init__(self, used: UsedConditions) -> None:
         self._used = used
-        self._depth = len(used) + 1  # conjuncts of whatever is found here
+        self._depth = len(used) + 1  # conditions used by items found here
         self.gets: dict[FieldPath, Getter] = {}
         self.equal: dict[FieldPath, dict[Any, T | _Bucket[T]]] = {}
         self.contains: dict[FieldPath, dict[Any, T | _Bucket[T]]] = {}
@@ -305,7 +301,7 @@ class _Level(Generic[T]):
         return not (self.equal or self.contains or self.prefix or self.ranges or self.has)
 
     def add(self, item: T, conditions: Sequence[Condition], sample: DocumentSample) -> Condition:
-        """Files the item under the best of these conjuncts, and tells which that is."""
+        """Index the item by the best of these conditions; returns that condition."""
         best = (
             min(conditions, key=lambda one: _condition_cost(one, sample))
             if len(conditions) > 1
@@ -342,7 +338,7 @@ class _Level(Generic[T]):
             table[key] = bucket
 
     def discard(self, item: T, conditions: Sequence[Condition]) -> None:
-        """Wherever it may have been filed: estimates change, so all its conjuncts are looked at."""
+        """Remove an item; all its conditions are tried, since estimates change."""
         for condition in conditions:
             if condition.kind == "range":
                 ranges = self.ranges.get(condition.path)
@@ -362,7 +358,7 @@ class _Level(Generic[T]):
         self._tidy(conditions)
 
     def _tidy(self, conditions: Sequence[Condition]) -> None:
-        """Fields that nobody asks for any more are not looked at any more."""
+        """Drop tables of fields that are not used any more."""
         for path in {condition.path for condition in conditions}:
             by_length = self.prefix.get(path)
             if by_length is not None:
@@ -373,7 +369,7 @@ class _Level(Generic[T]):
                     del tables[path]
 
     def _tables(self, condition: Condition, *, make: bool) -> list[tuple[dict[Any, T | _Bucket[T]], Any]]:
-        """Where a condition is looked up: tables and keys."""
+        """The tables and keys of a condition."""
         kind, path, value = condition.kind, condition.path, condition.value
         if kind == "has":
             return [(self.has, path)]
@@ -392,7 +388,7 @@ class _Level(Generic[T]):
         for path, ranges in self.ranges.items():
             value = gets[path](document)
             if type(value) is float or type(value) is int:
-                found.take_all(ranges.holding(float(value)), depth)
+                found.add_all(ranges.containing(float(value)), depth)
         for path, by_length in self.prefix.items():
             _collect_prefixes(by_length, gets[path](document), depth, document, found)
         if self.contains or self.has:
@@ -401,14 +397,14 @@ class _Level(Generic[T]):
     def _probe_rare(self, document: Any, found: ProbeResult[T]) -> None:
         gets, depth = self.gets, self._depth
         for path, table in self.contains.items():
-            for element in found.held(path, gets[path](document), table.keys()):
+            for element in found.matching_keys(path, gets[path](document), table.keys()):
                 _collect(table[element], depth, document, found)
         for path, known in self.has.items():
             if gets[path](document) is not MISSING:
                 _collect(known, depth, document, found)
 
     def probe_both(self, old: Any, new: Any, was: ProbeResult[T], now: ProbeResult[T], both: list[T]) -> None:
-        """As `probe` of a document before and after a change: most of its fields are what they were."""
+        """As `probe` for both images of a change, optimized for fields that did not change."""
         gets, depth = self.gets, self._depth
         for path, table in self.equal.items():
             get = gets[path]
@@ -425,12 +421,12 @@ class _Level(Generic[T]):
             one, other = get(old), get(new)
             held: list[T] = []
             if type(one) is float or type(one) is int:
-                held = ranges.holding(float(one))
-                was.take_all(held, depth)
+                held = ranges.containing(float(one))
+                was.add_all(held, depth)
             if type(other) is float or type(other) is int:
                 if other != one or type(one) is bool:
-                    held = ranges.holding(float(other))
-                now.take_all(held, depth)
+                    held = ranges.containing(float(other))
+                now.add_all(held, depth)
         for path, by_length in self.prefix.items():
             get = gets[path]
             one, other = get(old), get(new)
@@ -447,13 +443,13 @@ class _Level(Generic[T]):
 
 
 def _ends(condition: Condition) -> tuple[float, float]:
-    """Where a range begins and ends. Of a large integer that is rounded the ends alone do not tell."""
+    """The ends of a range; those of inexact conditions stay inclusive, since large integers are rounded."""
     found: Range = condition.value
     return found.closed if condition.exact else (found.low, found.high)
 
 
 def _key(value: Any) -> Any:
-    """What a value is looked up by; nothing is filed under what is not there."""
+    """The lookup key of a value; missing values have a key that is never stored."""
     return value if type(value) is str else equality_class(value)
 
 
@@ -462,7 +458,7 @@ def _collect(known: T | _Bucket[T] | None, depth: int, document: Any, found: Pro
         if isinstance(known, _Bucket):
             known.collect(document, found)
         else:
-            found.take(known, depth)
+            found.add(known, depth)
 
 
 def _collect_both(
@@ -496,31 +492,31 @@ def _collect_prefixes(
 
 
 class PredicateIndex(Generic[T]):
-    """The predicates of one collection, or whoever shares them."""
+    """The index of the predicates of one collection."""
 
     def __init__(self, scan_max: int) -> None:
         self._scan_max = scan_max
         self._top: _Level[T] = _Level(())
-        self.scan: set[T] = set()  # those that no conjunct leads to
+        self.scan: set[T] = set()  # without any indexable condition
         self.sample = DocumentSample()
-        self.kinds: Counter[str] = Counter()  # predicates by what finds them
+        self.kinds: Counter[str] = Counter()  # predicates by kind of their index condition
         self._filed: dict[T, tuple[Condition, ...]] = {}
-        self._turn: Iterator[T] = iter(())
-        self.refiled = 0
+        self._rebalance_queue: Iterator[T] = iter(())
+        self.rebalanced = 0
 
     def __len__(self) -> int:
         return len(self._filed)
 
     def has_room(self, item: Indexable) -> bool:
-        """Whether one more predicate may be looked at for every change, if that is what it needs."""
+        """Whether the item can be added: predicates without index condition are limited."""
         return bool(item.branches) or len(self.scan) < self._scan_max
 
     def add(self, item: T) -> None:
-        """In force from the next probe on. Each is added once."""
+        """Add an item once; effective from the next probe."""
         if not item.branches:
             self.scan.add(item)
         filed = tuple(self._top.add(item, conditions, self.sample) for conditions in item.branches)
-        # Most have one conjunct, which is how they are filed: then that is one tuple and not two.
+        # Most have one condition: share its tuple instead of creating another.
         self._filed[item] = item.branches[0] if filed in item.branches[:1] else filed
         self.kinds.update(condition.kind for condition in filed)
 
@@ -531,10 +527,10 @@ class PredicateIndex(Generic[T]):
         self.kinds.subtract(condition.kind for condition in self._filed.pop(item, ()))
 
     def probe(self, document: dict[str, Any] | None, found: ProbeResult[T]) -> None:
-        """Adds all that may match the document."""
+        """Add all items that may match the document."""
         if document is not None:
             for item in self.scan:
-                found.take(item, 0)
+                found.add(item, 0)
             self._top.probe(document, found)
 
     def probe_both(
@@ -545,9 +541,9 @@ class PredicateIndex(Generic[T]):
         now: ProbeResult[T],
         both: list[T],
     ) -> None:
-        """Adds all that may match what a document was, and all that may match what it is now.
+        """Add all items that may match the document before (`was`) and after (`now`) a change.
 
-        Those of `both` match both, and are not among the others.
+        Items in `both` match both images, and are in neither of the others.
         """
         if old is None or new is None:
             self.probe(old, was)
@@ -557,29 +553,29 @@ class PredicateIndex(Generic[T]):
             _collect_both(item, 0, old, new, was, now, both)
         self._top.probe_both(old, new, was, now, both)
 
-    def refile(self, limit: int) -> int:
-        """Looks at some predicates, and moves those that were filed before it was known how documents are.
+    def rebalance(self, limit: int) -> int:
+        """Check some predicates, and move those whose condition is no longer the most selective.
 
-        A predicate is moved from one bucket to another without a probe in between.
+        A move is atomic with respect to probes.
         """
         moved = 0
         for _ in range(min(limit, len(self._filed))):
             item = self._next()
-            if item is not None and self._is_misjudged(item):
+            if item is not None and self._is_misplaced(item):
                 self.discard(item)
                 self.add(item)
                 moved += 1
-        self.refiled += moved
+        self.rebalanced += moved
         return moved
 
     def _next(self) -> T | None:
         try:
-            return next(self._turn)
+            return next(self._rebalance_queue)
         except StopIteration:
-            self._turn = iter(tuple(self._filed))
-            return next(self._turn, None)
+            self._rebalance_queue = iter(tuple(self._filed))
+            return next(self._rebalance_queue, None)
 
-    def _is_misjudged(self, item: T) -> bool:
+    def _is_misplaced(self, item: T) -> bool:
         for conditions, filed in zip(item.branches, self._filed.get(item, ()), strict=False):
             if len(conditions) > 1:
                 best = min(_condition_cost(one, self.sample) for one in conditions)

@@ -1,8 +1,8 @@
-"""Views of collections on the object store: published now and then, and begun from when the log is too short.
+"""Published views: copies of collections on the object store, for restoring when the log is too short.
 
-Retention may take a change only when a published view has it. A view is published in this order: its parts,
-then the seal of all changes that it holds, then the head that names it. So whoever restores from the object
-store finds the changes behind a view, and never a view that is ahead of them.
+Retention may remove a change only if a published view has it. Publishing writes the parts, waits until all
+changes of the view are sealed, and then writes the head. So a restore always finds the changes after a view,
+and never a view that is ahead of its changes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.routing.context import Context
 from tailrace.storage.object_store.interface import (
     ObjectConflictError,
@@ -27,18 +28,18 @@ from tailrace.watch.document_view import InvalidViewError, PublishedViewHead, Pu
 
 logger = logging.getLogger("tailrace.watch")
 
-SEAL_S_MAX: Final = 600.0  # after that the view is given up, and made again when its time has come
+SEAL_S_MAX: Final = 600.0  # then publishing is abandoned until it is due again
 SEAL_POLL_S: Final = 0.5
 
 
 class PublishedViews:
-    """Owned by the loop thread; reading, packing and unpacking happen on others."""
+    """Publishes and restores views. Owned by the loop thread; encoding runs on other threads."""
 
-    def __init__(self, context: Context, book: CollectionRegistry) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._objects: ObjectStore | None = None
-        # Asks for the changes of a stream to be sealed before their time.
+        # Requests an early seal of a stream.
         self.seal_soon: Callable[[int], None] | None = None
         self.published = 0
 
@@ -57,25 +58,25 @@ class PublishedViews:
 
     # -- publishing ------------------------------------------------------------------------------------
 
-    async def look(self, collection: Collection) -> None:
-        """Learns what is published, by whomever."""
-        if collection.base is None:
-            found = await self._head(collection)
+    async def refresh(self, collection: Collection) -> None:
+        """Load the newest published head, possibly written by another process."""
+        if collection.published_positions is None:
+            found = await self._load_head(collection)
             if found is not None:
-                self._know(collection, found[0])
+                self._remember_head(collection, found[0])
 
     async def publish(self, collection: Collection) -> bool:
-        """Writes the view as it is now; True if it is there. Nothing is left of one that is not completed."""
+        """Publish the current view; True if complete. Parts of an incomplete one are deleted."""
         folder, store = self._folder(collection), self._store()
-        found = await self._head(collection)
+        found = await self._load_head(collection)
         if found is not None and self._is_fresh(found[0], collection):
-            self._know(collection, found[0])  # a pipeline was here
+            self._remember_head(collection, found[0])  # published by a job
             return True
         number = 1 if found is None else found[0].number + 1
         head = await self._write_parts(collection, folder, number)
         try:
-            if not await self._sealed(collection, head.positions):
-                await self._drop(folder, head.parts)
+            if not await self._wait_sealed(collection, head.positions):
+                await self._delete_parts(folder, head.parts)
                 return False
             await store.replace(
                 document_view.head_key(folder),
@@ -83,12 +84,12 @@ class PublishedViews:
                 None if found is None else found[1],
             )
         except ObjectConflictError:
-            await self._drop(folder, head.parts)
+            await self._delete_parts(folder, head.parts)
             return False
-        self._know(collection, head)
+        self._remember_head(collection, head)
         self.published += 1
         if found is not None:
-            await self._drop(folder, found[0].parts)
+            await self._delete_parts(folder, found[0].parts)
         return True
 
     def _is_fresh(self, head: PublishedViewHead, collection: Collection) -> bool:
@@ -96,17 +97,17 @@ class PublishedViews:
         young = now_ms - head.at_ms < self._context.limits.watch_view_ms
         return (young and head.at_ms > collection.published_ms) or head.positions == collection.applied
 
-    def _know(self, collection: Collection, head: PublishedViewHead) -> None:
+    def _remember_head(self, collection: Collection, head: PublishedViewHead) -> None:
         if len(head.positions) == collection.config.partitions:
-            collection.base, collection.published_ms = list(head.positions), head.at_ms
+            collection.published_positions, collection.published_ms = list(head.positions), head.at_ms
 
     async def _write_parts(self, collection: Collection, folder: str, number: int) -> PublishedViewHead:
-        """One part at a time: packed on a thread, uploaded, let go."""
+        """Encode on a thread and upload, one part at a time."""
         store, loop = self._store(), self._context.loop
         at_ms = self._context.clock.now_ns() // 1_000_000
         packed: asyncio.Queue[bytes | None] = asyncio.Queue(1)
         partitions, view_number = collection.config.partitions, collection.number
-        path = self._book.path
+        path = self._registry.path
 
         def hand_over(part: bytes | None) -> None:
             asyncio.run_coroutine_threadsafe(packed.put(part), loop).result()
@@ -114,13 +115,13 @@ class PublishedViews:
         def pack() -> tuple[list[int], list[PurgedTombstones], int]:
             rows = 0
             try:
-                with open_snapshot(path) as moment:
-                    for part in document_view.view_parts(moment, view_number):
+                with open_snapshot(path) as snapshot:
+                    for part in document_view.view_parts(snapshot, view_number):
                         rows += len(part)
                         hand_over(document_view.encode_part(part))
                     return (
-                        moment.positions(view_number, partitions),
-                        moment.purged(view_number, partitions),
+                        snapshot.positions(view_number, partitions),
+                        snapshot.purged(view_number, partitions),
                         rows,
                     )
             finally:
@@ -135,9 +136,9 @@ class PublishedViews:
                 await self._create(store, folder + name, part)
         except BaseException:
             while await packed.get() is not None:
-                pass  # the thread has to come to its end
+                pass  # wait for the thread to end
             await asyncio.gather(work, return_exceptions=True)
-            await self._drop(folder, parts)
+            await self._delete_parts(folder, parts)
             raise
         positions, purged, rows = await work
         return PublishedViewHead(
@@ -153,18 +154,18 @@ class PublishedViews:
         )
 
     async def _create(self, store: ObjectStore, key: str, part: bytes) -> None:
-        """A part of this name may be left from a try that was cut short: nobody names it."""
+        """Create a part, replacing one left by an interrupted attempt."""
         await store.delete([key])
         await store.create(key, part)
 
-    async def _sealed(self, collection: Collection, positions: list[int]) -> bool:
-        """Waits until every change that the view holds is on the object store."""
+    async def _wait_sealed(self, collection: Collection, positions: list[int]) -> bool:
+        """Wait until every change of the view is on the object store."""
         loop = self._context.loop
         until = loop.time() + SEAL_S_MAX
         while loop.time() < until:
             waiting = False
             for partition, seq in enumerate(positions):
-                stream = self._book.log.find(collection.stream(partition)) if seq else None
+                stream = self._registry.log.find(collection.stream(partition)) if seq else None
                 if stream is not None and stream.sealed < seq:
                     waiting = True
                     if self.seal_soon is not None:
@@ -174,70 +175,82 @@ class PublishedViews:
             await asyncio.sleep(SEAL_POLL_S)
         return False
 
-    async def _drop(self, folder: str, parts: list[str]) -> None:
+    async def _delete_parts(self, folder: str, parts: list[str]) -> None:
         try:
             await self._store().delete([folder + name for name in parts])
         except ObjectStoreError as error:
-            logger.warning("parts of a view are left on the object store: %s", error)
+            logger.warning(
+                "cannot delete view parts from object store",
+                extra=log_fields(folder=folder, error=str(error)),
+            )
 
     async def remove(self, collection: Collection) -> None:
-        """The collection was deleted."""
+        """Delete the published view of a deleted collection."""
         folder = self._folder(collection)
         try:
-            found = await self._head(collection)
+            found = await self._load_head(collection)
             if found is not None:
                 await self._store().delete([document_view.head_key(folder)])
-                await self._drop(folder, found[0].parts)
+                await self._delete_parts(folder, found[0].parts)
         except ObjectStoreError as error:
-            logger.warning("the view of %s is left on the object store: %s", collection.name, error)
+            logger.warning(
+                "cannot delete published view from object store",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
 
-    async def _head(self, collection: Collection) -> tuple[PublishedViewHead, str] | None:
+    async def _load_head(self, collection: Collection) -> tuple[PublishedViewHead, str] | None:
         try:
             raw, etag = await self._store().get(document_view.head_key(self._folder(collection)))
             return document_view.decode_head(raw), etag
         except ObjectMissingError:
             return None
         except InvalidViewError as error:
-            logger.error("the published view of %s is not used: %s", collection.name, error)
+            logger.error(
+                "invalid head of published view",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
             return None
 
-    # -- beginning from one ----------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------------
 
     async def restore(self, collection: Collection) -> bool:
-        """Puts the published view in place of the collection's own, if the log goes on behind it."""
+        """Replace the local view with the published one, if the log continues after it."""
         try:
-            found = await self._head(collection)
-            if found is None or not self._fits(collection, found[0]):
+            found = await self._load_head(collection)
+            if found is None or not self._is_usable(collection, found[0]):
                 return False
             head = found[0]
-            self._book.empty(collection)
-            view, number = self._book.view, collection.number
+            self._registry.empty(collection)
+            view, number = self._registry.view, collection.number
             for name in head.parts:
                 raw, _ = await self._store().get(self._folder(collection) + name)
                 rows = await self._context.loop.run_in_executor(None, document_view.decode_part, raw)
-                with view.writing():
+                with view.write_transaction():
                     view.apply(number, rows, (), {})
-            with view.writing():
+            with view.write_transaction():
                 view.apply(number, (), (), dict(enumerate(head.positions)))
                 for partition, purged in enumerate(head.purged):
                     if purged.version:
-                        view.note_purged(number, partition, purged)
+                        view.record_purged(number, partition, purged)
         except (ObjectStoreError, InvalidViewError) as error:
-            logger.error("the published view of %s cannot be used: %s", collection.name, error)
-            self._book.empty(collection)
+            logger.error(
+                "cannot restore published view",
+                extra=log_fields(database=collection.database, collection=collection.name, error=str(error)),
+            )
+            self._registry.empty(collection)
             return False
         collection.applied = list(head.positions)
         collection.purged = [purged.version for purged in head.purged]
-        self._know(collection, head)
+        self._remember_head(collection, head)
         return True
 
-    def _fits(self, collection: Collection, head: PublishedViewHead) -> bool:
+    def _is_usable(self, collection: Collection, head: PublishedViewHead) -> bool:
         if len(head.positions) != collection.config.partitions:
             return False
-        book = self._book
-        streams = [book.log.find(name) for name in collection.streams()]
+        registry = self._registry
+        streams = [registry.log.find(name) for name in collection.streams()]
         tails = [0 if stream is None else max(0, stream.visible) for stream in streams]
-        earliest = book.earliest(collection)
+        earliest = registry.earliest(collection)
         return all(
             first <= seq <= tail for first, seq, tail in zip(earliest, head.positions, tails, strict=True)
         )

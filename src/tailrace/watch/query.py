@@ -1,4 +1,4 @@
-"""The query object: filters, an expression, ids, an order. Filters become trees, never text."""
+"""The query object: filters, a CEL expression, ids and an order. Filters become trees, never text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OrderBy(NamedTuple):
 
 
 class Query(NamedTuple):
-    """What was asked for, checked."""
+    """A validated query."""
 
     collection: str
     parts: tuple[PredicatePart, ...]
@@ -57,32 +57,32 @@ class Query(NamedTuple):
     cursor: str | None
 
 
-def read_query(given: object, *, live: bool) -> Query:
-    """A query object; a live one cannot be cut short, since a cut set could not be kept right."""
-    if not isinstance(given, dict):
-        raise invalid_query("a query is an object")
-    query = cast("dict[str, Any]", given)
+def read_query(value: object, *, live: bool) -> Query:
+    """Parse a query; a live one has no limit or cursor, since a partial result could not be maintained."""
+    if not isinstance(value, dict):
+        raise invalid_query("a query must be an object")
+    query = cast("dict[str, Any]", value)
     for member in query:
         if member in _ONE_SHOT and (live or member == "startAfter"):
-            raise TailraceError("unsupported_query", f"{member!r} is not possible here")
+            raise TailraceError("unsupported_query", f"{member!r} is not supported here")
         if member not in _MEMBERS and member not in _ONE_SHOT:
             raise invalid_query(f"unknown member {member!r}")
     collection = query.get("collection")
     if not isinstance(collection, str):
-        raise invalid_query("a query names its collection")
+        raise invalid_query("collection is required")
     parts = [PredicatePart(node) for node in _filters(query.get("filters"))]
     where = query.get("where")
     if where is not None:
         if not isinstance(where, str):
-            raise invalid_query("where is a text")
+            raise invalid_query("where must be a string")
         if where.strip():
             parts.append(PredicatePart(*compile_cel(where)))
     limit = query.get("limit", LIMIT_DEFAULT)
     if type(limit) is not int or not 1 <= limit <= LIMIT_MAX:
-        raise invalid_query(f"limit is a number from 1 to {LIMIT_MAX}")
+        raise invalid_query(f"limit must be 1 to {LIMIT_MAX}")
     cursor = query.get("cursor")
     if cursor is not None and not isinstance(cursor, str):
-        raise invalid_query("cursor is what an answer before gave")
+        raise invalid_query("cursor must be taken from an earlier response")
     return Query(
         names.check_collection(collection),
         tuple(parts),
@@ -93,41 +93,41 @@ def read_query(given: object, *, live: bool) -> Query:
     )
 
 
-def _filters(given: object) -> list[Node]:
-    if given is None:
+def _filters(value: object) -> list[Node]:
+    if value is None:
         return []
-    if not isinstance(given, list):
-        raise invalid_query("filters is a list")
-    filters = cast("list[object]", given)
+    if not isinstance(value, list):
+        raise invalid_query("filters must be a list")
+    filters = cast("list[object]", value)
     if len(filters) > FILTERS_MAX:
-        raise query_too_complex(f"there are at most {FILTERS_MAX} filters")
-    return [_filter(item, place) for place, item in enumerate(filters)]
+        raise query_too_complex(f"filters must have at most {FILTERS_MAX} items")
+    return [_filter(item, index) for index, item in enumerate(filters)]
 
 
-def _filter(given: object, place: int) -> Node:
-    if not isinstance(given, dict):
-        raise invalid_query(f"filter {place}: it is an object")
-    members = cast("dict[str, Any]", given)
+def _filter(value: object, index: int) -> Node:
+    if not isinstance(value, dict):
+        raise invalid_query(f"filter {index}: must be an object")
+    members = cast("dict[str, Any]", value)
     if not set(members) <= {"field", "fieldPath", "op", "value"} or "value" not in members:
-        raise invalid_query(f"filter {place}: it has field or fieldPath, op and value")
-    node = path_node(_path(members, f"filter {place}"))
+        raise invalid_query(f"filter {index}: must have field or fieldPath, op and value")
+    node = path_node(_path(members, f"filter {index}"))
     op, value = members.get("op"), members["value"]
     if op == "contains":
-        _check_value(value, place)
+        _check_value(value, index)
         return Call("@in", (Const(_number(value)), node))
     function = _OPERATORS.get(op) if isinstance(op, str) else None
     if function is None:
-        raise invalid_query(f"filter {place}: op is one of {', '.join(_OPERATORS)}, contains")
+        raise invalid_query(f"filter {index}: op must be one of {', '.join(_OPERATORS)}, contains")
     if op == "in":
         if not isinstance(value, list):
-            raise invalid_query(f"filter {place}: the value of in is a list")
+            raise invalid_query(f"filter {index}: the value of in must be a list")
         values = cast("list[Any]", value)
         if len(values) > ITEMS_MAX:
-            raise query_too_complex(f"filter {place}: in takes at most {ITEMS_MAX} values")
+            raise query_too_complex(f"filter {index}: in must have at most {ITEMS_MAX} values")
         for item in values:
-            _check_value(item, place)
+            _check_value(item, index)
         return Call(function, (node, Const([_number(item) for item in values])))
-    _check_value(value, place)
+    _check_value(value, index)
     return Call(function, (node, Const(_number(value))))
 
 
@@ -135,13 +135,13 @@ def _number(value: Any) -> Any:
     return float(value) if type(value) is int and not INT_MIN <= value <= INT_MAX else value
 
 
-def _check_value(value: Any, place: int) -> None:
+def _check_value(value: Any, index: int) -> None:
     if value is not None and type(value) not in (bool, int, float, str):
-        raise invalid_query(f"filter {place}: a value is null, a truth value, a number or a text")
+        raise invalid_query(f"filter {index}: a value must be null, a bool, a number or a string")
     if type(value) is float and not math.isfinite(value):
-        raise invalid_query(f"filter {place}: a number is out of range")
+        raise invalid_query(f"filter {index}: a number is out of range")
     if type(value) is str and len(value.encode("utf-8", "surrogatepass")) > STRING_BYTES_MAX:
-        raise query_too_complex(f"filter {place}: a text has at most {STRING_BYTES_MAX} bytes")
+        raise query_too_complex(f"filter {index}: a string must have at most {STRING_BYTES_MAX} bytes")
 
 
 def _path(members: dict[str, Any], where: str) -> FieldPath:
@@ -151,37 +151,37 @@ def _path(members: dict[str, Any], where: str) -> FieldPath:
     elif isinstance(listed, list) and field is None:
         path = cast("list[Any]", listed)
     else:
-        raise invalid_query(f"{where}: it has a field, or a fieldPath")
+        raise invalid_query(f"{where}: must have either field or fieldPath")
     if not 1 <= len(path) <= PATH_NAMES_MAX or not all(isinstance(name, str) and name for name in path):
-        raise invalid_query(f"{where}: a field is 1 to {PATH_NAMES_MAX} names")
+        raise invalid_query(f"{where}: a field must have 1 to {PATH_NAMES_MAX} names")
     return tuple(path)
 
 
-def _documents(given: object) -> frozenset[str] | None:
-    if given is None:
+def _documents(value: object) -> frozenset[str] | None:
+    if value is None:
         return None
-    if not isinstance(given, list):
-        raise invalid_query("documents is a list of ids")
-    ids = cast("list[Any]", given)
+    if not isinstance(value, list):
+        raise invalid_query("documents must be a list of ids")
+    ids = cast("list[Any]", value)
     if len(ids) > DOCUMENTS_MAX:
-        raise query_too_complex(f"documents has at most {DOCUMENTS_MAX} ids")
+        raise query_too_complex(f"documents must have at most {DOCUMENTS_MAX} ids")
     if not all(isinstance(item, str) and 1 <= len(item) <= names.PATH_BYTES_MAX for item in ids):
-        raise invalid_query("documents is a list of ids")
+        raise invalid_query("documents must be a list of ids")
     return frozenset(ids)
 
 
-def _orders(given: object) -> tuple[OrderBy, ...]:
-    if given is None:
+def _orders(value: object) -> tuple[OrderBy, ...]:
+    if value is None:
         return ()
-    if not isinstance(given, list) or len(cast("list[Any]", given)) > ORDERS_MAX:
-        raise invalid_query(f"orderBy is a list of at most {ORDERS_MAX} fields")
+    if not isinstance(value, list) or len(cast("list[Any]", value)) > ORDERS_MAX:
+        raise invalid_query(f"orderBy must be a list of at most {ORDERS_MAX} fields")
     orders: list[OrderBy] = []
-    for place, item in enumerate(cast("list[object]", given)):
+    for index, item in enumerate(cast("list[object]", value)):
         members = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
         direction = members.get("direction", "asc")
         if not set(members) <= {"field", "fieldPath", "direction"} or direction not in ("asc", "desc"):
-            raise invalid_query(f"orderBy {place}: it has field or fieldPath, and direction asc or desc")
-        orders.append(OrderBy(_path(members, f"orderBy {place}"), direction == "desc"))
+            raise invalid_query(f"orderBy {index}: must have field or fieldPath, and direction asc or desc")
+        orders.append(OrderBy(_path(members, f"orderBy {index}"), direction == "desc"))
     return tuple(orders)
 
 
@@ -189,7 +189,7 @@ _RANKS: Final = {type(None): 0, bool: 1, int: 2, float: 2, str: 3, list: 4, dict
 
 
 class Descending:
-    """Turns an order round."""
+    """A key with reversed order."""
 
     __slots__ = ("key",)
 
@@ -206,7 +206,7 @@ class Descending:
 
 
 def sort_values(document: dict[str, Any], order: tuple[OrderBy, ...]) -> list[Any]:
-    """What a document is ordered by, each value after its rank; a missing field comes first."""
+    """The sort values of a document, each after its type rank; missing fields come first."""
     found: list[Any] = []
     for path, _ in order:
         value: Any = document
@@ -218,7 +218,7 @@ def sort_values(document: dict[str, Any], order: tuple[OrderBy, ...]) -> list[An
 
 
 def sort_key(values: list[Any], document_id: str, order: tuple[OrderBy, ...]) -> tuple[Any, ...]:
-    """The place of a document, last by its id."""
+    """The sort key of a document; ties are ordered by id."""
     parts = [
         Descending(tuple(value)) if one.descending else tuple(value)
         for value, one in zip(values, order, strict=True)

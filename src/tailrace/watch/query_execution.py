@@ -1,4 +1,4 @@
-"""One-shot queries: what matches now, page by page, as of one moment."""
+"""One-shot queries: matching documents in pages, from one snapshot of the view."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE_BYTES: Final = 8 * 1024 * 1024
 
 
 class TimeSlice:
-    """How long a scan holds the event loop before it lets others have it."""
+    """How long a scan may run before it yields to the event loop."""
 
     __slots__ = ("_until",)
 
@@ -39,13 +39,13 @@ class TimeSlice:
     def is_over(self) -> bool:
         return time.perf_counter() >= self._until
 
-    async def give_way(self) -> None:
+    async def yield_to_loop(self) -> None:
         await asyncio.sleep(0)
         self._until = time.perf_counter() + SLICE_S
 
 
 class QueryHit(NamedTuple):
-    """A matching document, and its place in the order."""
+    """A matching document and its sort key."""
 
     row: DocumentRow
     values: list[Any]
@@ -53,26 +53,26 @@ class QueryHit(NamedTuple):
 
 
 class QueryExecutor:
-    def __init__(self, book: CollectionRegistry, access: AccessRules) -> None:
-        self._book = book
+    def __init__(self, registry: CollectionRegistry, access: AccessRules) -> None:
+        self._registry = registry
         self._access = access
 
-    def prepare(self, identity: Identity, database: str, given: object) -> PreparedQuery:
-        """Checked; nothing has been looked at."""
-        query = read_query(given, live=False)
-        collection = self._book.find(database, query.collection)
-        rule = self._access.read_part(identity, collection)
+    def prepare(self, identity: Identity, database: str, value: object) -> PreparedQuery:
+        """Validate a query without running it."""
+        query = read_query(value, live=False)
+        collection = self._registry.find(database, query.collection)
+        rule = self._access.read_predicate_part(identity, collection)
         parts = query.parts if rule is None else (*query.parts, rule)
-        return PreparedQuery(self._book, collection, query, Predicate(parts, query.documents))
+        return PreparedQuery(self._registry, collection, query, Predicate(parts, query.documents))
 
 
 class PreparedQuery:
-    """A query that can be run."""
+    """A validated query, ready to run."""
 
     def __init__(
-        self, book: CollectionRegistry, collection: Collection | None, query: Query, predicate: Predicate
+        self, registry: CollectionRegistry, collection: Collection | None, query: Query, predicate: Predicate
     ) -> None:
-        self._book = book
+        self._registry = registry
         self._collection = collection
         self._query = query
         self._matches = predicate.matches
@@ -83,26 +83,26 @@ class PreparedQuery:
         collection, query = self._collection, self._query
         if collection is None:
             return {"documents": [], "cursor": None, "positions": []}
-        self._book.check_applied(collection)
-        with self._book.view.moment() as moment:
+        self._registry.check_applied(collection)
+        with self._registry.view.snapshot() as snapshot:
             positions = list(collection.applied)
             if query.order:
-                found, fits = await self._ordered(moment, collection)
+                found, fits = await self._run_ordered(snapshot, collection)
             else:
-                found, fits = await self._by_id(moment, collection)
+                found, fits = await self._run_by_id(snapshot, collection)
         page = found[:fits]
         return {
-            "documents": [_shown(collection, one.row) for one in page],
+            "documents": [_document_json(collection, one.row) for one in page],
             "cursor": _cursor(page[-1]) if len(found) > fits else None,
             "positions": positions,
         }
 
-    async def _by_id(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
-        """What was found, and how much of it fits into the page; one more says that there are more."""
+    async def _run_by_id(self, snapshot: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
+        """The matches in id order, and how many fit into the page; an extra match means there are more."""
         found: list[QueryHit] = []
         after = "" if self._after is None else self._after[-1]
         size = 0
-        while rows := self._rows(moment, collection, after):
+        while rows := self._rows(snapshot, collection, after):
             after = rows[-1].id
             for row in rows:
                 one = self._match(collection, row)
@@ -112,48 +112,50 @@ class PreparedQuery:
                     if len(found) > self._query.limit or (size > PAGE_BYTES and len(found) > 1):
                         return found, len(found) - 1
                 if self._time_slice.is_over:
-                    await self._time_slice.give_way()
+                    await self._time_slice.yield_to_loop()
         return found, len(found)
 
-    async def _ordered(self, moment: ViewSnapshot, collection: Collection) -> tuple[list[QueryHit], int]:
-        """The first of the order behind the cursor; only as many are held as the page has.
+    async def _run_ordered(
+        self, snapshot: ViewSnapshot, collection: Collection
+    ) -> tuple[list[QueryHit], int]:
+        """The first matches in query order after the cursor; only one page is held in memory.
 
-        Their content is read when the page is known: many large documents do not fit into memory.
+        The content is read when the page is known, since many large documents do not fit into memory.
         """
-        wanted = self._query.limit + 1
+        expected = self._query.limit + 1
         best: list[QueryHit] = []
         after = ""
-        while rows := self._rows(moment, collection, after):
+        while rows := self._rows(snapshot, collection, after):
             after = rows[-1].id
             for row in rows:
                 one = self._match(collection, row)
                 if one is not None and (self._after is None or one.key > self._after):
                     best.append(one._replace(row=row._replace(data=b"")))
                 if self._time_slice.is_over:
-                    await self._time_slice.give_way()
-            best = heapq.nsmallest(wanted, best, key=lambda one: one.key)
-        return best, await self._load(moment, collection, best)
+                    await self._time_slice.yield_to_loop()
+            best = heapq.nsmallest(expected, best, key=lambda one: one.key)
+        return best, await self._load(snapshot, collection, best)
 
-    async def _load(self, moment: ViewSnapshot, collection: Collection, best: list[QueryHit]) -> int:
-        """Reads the documents of the page again, as many as fit; tells how many."""
+    async def _load(self, snapshot: ViewSnapshot, collection: Collection, best: list[QueryHit]) -> int:
+        """Load the documents of the page, up to its size; returns how many fit."""
         size = 0
-        for place, one in enumerate(best[: self._query.limit]):
-            (row,) = moment.documents_named(collection.number, [one.row.id])
+        for index, one in enumerate(best[: self._query.limit]):
+            (row,) = snapshot.documents_by_id(collection.number, [one.row.id])
             size += len(row.data)
-            if place and size > PAGE_BYTES:
-                return place
-            best[place] = one._replace(row=row)
+            if index and size > PAGE_BYTES:
+                return index
+            best[index] = one._replace(row=row)
             if self._time_slice.is_over:
-                await self._time_slice.give_way()
+                await self._time_slice.yield_to_loop()
         return min(len(best), self._query.limit)
 
-    def _rows(self, moment: ViewSnapshot, collection: Collection, after: str) -> list[DocumentRow]:
+    def _rows(self, snapshot: ViewSnapshot, collection: Collection, after: str) -> list[DocumentRow]:
         documents = self._query.documents
         if documents is None:
-            return moment.documents_after(collection.number, after, SCAN_ROWS)
+            return snapshot.documents_after(collection.number, after, SCAN_ROWS)
         rest = [name for name in sorted(documents) if name > after]
-        for name in rest:  # one at a time: each may be large
-            if found := moment.documents_named(collection.number, [name]):
+        for name in rest:  # one at a time, since they may be large
+            if found := snapshot.documents_by_id(collection.number, [name]):
                 return found
         return []
 
@@ -164,7 +166,7 @@ class PreparedQuery:
                 return None
         except CostExceededError:
             raise TailraceError(
-                "query_too_complex", "the expression took too many steps on a document"
+                "query_too_complex", "the expression exceeded its evaluation steps on a document"
             ) from None
         order = self._query.order
         values = sort_values(flat, order)
@@ -178,7 +180,7 @@ def flatten_row(collection: Collection, row: DocumentRow) -> dict[str, Any]:
     )
 
 
-def _shown(collection: Collection, row: DocumentRow) -> dict[str, Any]:
+def _document_json(collection: Collection, row: DocumentRow) -> dict[str, Any]:
     data = orjson.Fragment(row.data)
     return client_document(collection.name, row.id, data, row.version, row.created_ms, row.updated_ms)
 
@@ -198,7 +200,9 @@ def _read_cursor(query: Query) -> tuple[Any, ...] | None:
             raise ValueError(document_id)
         return sort_key(values, document_id, query.order)
     except (ValueError, TypeError, KeyError):
-        raise TailraceError("invalid_query", "cursor is what an answer to the same query gave") from None
+        raise TailraceError(
+            "invalid_query", "cursor must be taken from a response to the same query"
+        ) from None
 
 
 def _is_ranked(value: Any) -> bool:

@@ -1,11 +1,8 @@
 """Resume tokens and tickets: signing, verification and key rotation.
 
-Resume tokens and tickets: opaque to clients, signed, good for exactly what they were made for.
-
-Keys change. The newest signs; the ones before it still verify for a while, so that nobody who was away for a
-day has to begin again because of it. A token names its key by a number of one byte.
-
-The keys that tokens are signed with: in the log, as tokens must outlive a crash, and changed in time.
+Tokens are opaque to clients and signed per kind. The newest key signs; earlier keys still verify for a while,
+so clients that were offline can resume. A token names its key by one byte. Keys are stored in the log, since
+tokens must survive a crash.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from tailrace.log.transaction import Transaction
 
 MAC_BYTES: Final = 16
 KEY_BYTES: Final = 32
-KEYS_MAX: Final = 8  # of those that are kept, whatever their age
+KEYS_MAX: Final = 8  # maximum, regardless of age
 TOKEN_CHARS_MAX: Final = 64 * 1024
 _POSITION: Final = b"position:"
 _TICKET: Final = b"ticket:"
@@ -38,18 +35,18 @@ T = TypeVar("T")
 
 
 class ResumePosition(msgspec.Struct, frozen=True, array_like=True):
-    """How far a subscription has come: everything up to these numbers was written to its socket."""
+    """The position of a subscription: everything up to `seqs` was sent."""
 
     database: str
     collection: str
     generation: int
     query: bytes
     seqs: list[int]
-    sub_id: str = ""  # of the subscription; tokens of older versions do not have it
+    sub_id: str = ""  # empty in tokens of older versions
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """A request that may be made again without a header, by whoever holds it."""
+    """A stored request with its identity, for clients that cannot send headers."""
 
     expires_s: float
     sub: str
@@ -66,15 +63,15 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SigningKey(msgspec.Struct, frozen=True, array_like=True):
-    """One key: from `since_ms` on it signed, until the next one did."""
+    """One key; signs from `since_ms` until the next key."""
 
-    id: int  # 0 to 255, round and round
+    id: int  # 0 to 255, wraps around
     secret: bytes
     since_ms: int
 
 
 class KeyRing(msgspec.Struct, frozen=True, array_like=True):
-    """All keys that are still good, the newest last."""
+    """All valid keys, the newest last."""
 
     keys: tuple[SigningKey, ...]
 
@@ -86,19 +83,19 @@ class KeyRing(msgspec.Struct, frozen=True, array_like=True):
         return now_ms - self.keys[-1].since_ms >= life_ms
 
     def rotated(self, now_ms: int, verify_ms: int) -> KeyRing:
-        """With a new key in front of those that stopped signing less than `verify_ms` ago."""
+        """With a new key, and without keys that stopped signing more than `verify_ms` ago."""
         newest = self.keys[-1]
         fresh = SigningKey((newest.id + 1) % 256, secrets.token_bytes(KEY_BYTES), now_ms)
-        # A key stopped to sign when the one behind it began.
+        # A key stopped signing when the next one started.
         ended = [later.since_ms for later in (*self.keys[1:], fresh)]
-        kept = [key for key, end_ms in zip(self.keys, ended, strict=True) if now_ms - end_ms < verify_ms]
-        return KeyRing((*kept[-(KEYS_MAX - 1) :], fresh))
+        retained = [key for key, end_ms in zip(self.keys, ended, strict=True) if now_ms - end_ms < verify_ms]
+        return KeyRing((*retained[-(KEYS_MAX - 1) :], fresh))
 
-    def good(self, key_id: int, now_ms: int, verify_ms: int) -> SigningKey | None:
-        """The key of this number, unless it has stopped signing too long ago."""
-        for place, key in enumerate(self.keys):
+    def find_valid(self, key_id: int, now_ms: int, verify_ms: int) -> SigningKey | None:
+        """The key with this id, unless it stopped signing too long ago."""
+        for index, key in enumerate(self.keys):
             if key.id == key_id:
-                later = self.keys[place + 1 :]
+                later = self.keys[index + 1 :]
                 return key if not later or now_ms - later[0].since_ms < verify_ms else None
         return None
 
@@ -115,7 +112,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class TokenSigner:
-    """One ring of keys for everybody who signs; kind by kind, so that no token passes for a ticket."""
+    """Signs and reads tokens; the kind is part of the signature, so kinds cannot be confused."""
 
     def __init__(self, ring: KeyRing, verify_ms: int, now_ms: Callable[[], int]) -> None:
         self.ring = ring
@@ -126,7 +123,7 @@ class TokenSigner:
         return self.sign(_POSITION, position)
 
     def read_position(self, token: object) -> ResumePosition | None:
-        """None for whatever this server did not sign."""
+        """None if this server did not sign it."""
         return self.read(_POSITION, token, ResumePosition)
 
     def ticket(self, ticket: Ticket) -> str:
@@ -141,7 +138,7 @@ class TokenSigner:
         return base64.urlsafe_b64encode(raw + _mac(key.secret, kind, raw)).rstrip(b"=").decode()
 
     def read(self, kind: bytes, token: object, form: type[T]) -> T | None:
-        """What was signed as this kind; None for everything else."""
+        """The value of a valid token of this kind, else None."""
         if not isinstance(token, str) or len(token) > TOKEN_CHARS_MAX:
             return None
         try:
@@ -151,7 +148,7 @@ class TokenSigner:
         if len(raw) <= 1 + MAC_BYTES:
             return None
         body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
-        key = self.ring.good(body[0], self._now_ms(), self._verify_ms)
+        key = self.ring.find_valid(body[0], self._now_ms(), self._verify_ms)
         if key is None or not hmac.compare_digest(mac, _mac(key.secret, kind, body)):
             return None
         try:
@@ -161,7 +158,7 @@ class TokenSigner:
 
 
 def describe_token(token: str) -> dict[str, object] | None:
-    """What a resume token says, whoever signed it; None if it is no such thing. Nothing is checked."""
+    """Decode a resume token without verification; None if it is not one."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         position = msgspec.msgpack.decode(raw[1:-MAC_BYTES], type=ResumePosition)
@@ -188,7 +185,7 @@ TOKEN_KEYS_FACT: Final = "secret/watch-token-keys"  # noqa: S105 - a key, not a 
 
 
 class TokenKeys:
-    """Owned by the loop thread. A key signs when it is durable, not before."""
+    """The key ring in the log. A key signs only once it is durable. Owned by the loop thread."""
 
     def __init__(self, log: Log, clock: Clock, limits: Limits) -> None:
         self._log = log
@@ -197,7 +194,7 @@ class TokenKeys:
         self._verify_ms = limits.watch_key_verify_ms
         self.signer: TokenSigner | None = None
         self._writing = False
-        self._settled = asyncio.Event()  # nothing is being written
+        self._settled = asyncio.Event()  # no write is pending
 
     def _now_ms(self) -> int:
         return self._clock.now_ns() // 1_000_000
@@ -206,15 +203,15 @@ class TokenKeys:
         raw = self._log.streams.meta.get(TOKEN_KEYS_FACT)
         if raw is not None:
             self._use(decode_key_ring(raw))
-        self.look()
+        self.rotate_if_due()
 
-    async def settled(self) -> None:
-        """Until what is being written is durable, or is known not to be."""
+    async def wait_settled(self) -> None:
+        """Wait until a pending write is durable or failed."""
         if self._writing:
             await self._settled.wait()
 
-    def look(self) -> None:
-        """Called now and then: makes the first key, or the next one when it is time."""
+    def rotate_if_due(self) -> None:
+        """Create the first key, or the next one when it is due."""
         if self._writing or self._log.refusal is not None:
             return
         now_ms = self._now_ms()
@@ -222,7 +219,7 @@ class TokenKeys:
             self._write(KeyRing.first(now_ms))
         elif self.signer.ring.is_due(now_ms, self._life_ms):
             self._write(self.signer.ring.rotated(now_ms, self._verify_ms))
-            logger.info("realtime tokens are signed with a new key")
+            logger.info("rotated realtime token key")
 
     def _write(self, ring: KeyRing) -> None:
         self._writing = True

@@ -1,4 +1,4 @@
-"""`/v1/databases/...`: collections, documents, batches and one-shot queries over HTTP."""
+"""The routes `/v1/databases/...`: collections, documents, batches and one-shot queries."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class DatabaseRoutes:
     """Everything below `/v1/databases/`."""
 
     def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
-        book, access = gateway.book, gateway.access
+        registry, access = gateway.registry, gateway.access
         self._context = context
-        self._book = book
+        self._registry = registry
         self._writer = writer
         self._access = access
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
-        self.collections = CollectionRoutes(context, book, access)
-        self.listing = DatabaseListingRoutes(context, book)
-        self._queries = QueryExecutor(book, access)
-        self._status = StatusRoute(book, gateway)
+        self.collections = CollectionRoutes(context, registry, access)
+        self.listing = DatabaseListingRoutes(context, registry)
+        self._queries = QueryExecutor(registry, access)
+        self._status = StatusRoute(registry, gateway)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
         """`raw` is what follows the prefix, percent-encoded."""
         path = stream_names.decode_name(raw)
         if path is None:
-            raise TailraceError("invalid_path", "a path is UTF-8")
+            raise TailraceError("invalid_path", "the path must be UTF-8")
         database, _, rest = path.partition("/")
         kind, _, name = rest.partition("/")
         if kind == "docs":
@@ -67,7 +67,7 @@ class DatabaseRoutes:
         elif rest == "query":
             self._query(exchange, identity, method, database)
         else:
-            raise TailraceError("not_found", "there is nothing at this path")
+            raise TailraceError("not_found", "path not found")
 
     # -- one document ----------------------------------------------------------------------------------
 
@@ -96,25 +96,25 @@ class DatabaseRoutes:
             _if_none_match(exchange),
         )
 
-        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
-            refusal = error or results[0].error
-            if refusal is not None:
-                responses.respond_error(exchange, refusal)
+        def on_written(results: list[WriteResult], error: TailraceError | None) -> None:
+            failure = error or results[0].error
+            if failure is not None:
+                responses.respond_error(exchange, failure)
             else:
                 _answer_write(exchange, results[0])
 
         self._writer.write(
-            database, [write], self._access.writing(identity), answer, write_id=_write_id(exchange)
+            database, [write], self._access.write_check(identity), on_written, write_id=_write_id(exchange)
         )
 
     def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
-        path = self._book.split(database, name)
-        absent = TailraceError("not_found", f"there is no document {name!r}")
-        collection = self._book.find(database, path.collection)
+        path = self._registry.split_path(database, name)
+        absent = TailraceError("not_found", f"document {name!r} not found")
+        collection = self._registry.find(database, path.collection)
         if collection is None:
             raise absent
-        self._book.check_applied(collection)
-        row = self._book.view.find(collection.number, path.id)
+        self._registry.check_applied(collection)
+        row = self._registry.view.find(collection.number, path.id)
         if row is None or row.deleted:
             raise absent
         data = orjson.loads(row.data)
@@ -139,26 +139,29 @@ class DatabaseRoutes:
             raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.WRITE_DATABASE, db=database)
         _check_type(exchange)
-        given = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
-        atomic, listed = given.get("atomic", False), given.get("writes")
+        value = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
+        atomic, listed = value.get("atomic", False), value.get("writes")
         if not isinstance(atomic, bool) or not isinstance(listed, list) or not listed:
-            raise TailraceError("invalid_request", 'a batch is {"atomic": true or false, "writes": [...]}')
+            raise TailraceError(
+                "invalid_request", 'a batch must be {"atomic": true or false, "writes": [...]}'
+            )
         items = cast("list[Any]", listed)
         if len(items) > self._writes_max:
-            raise TailraceError("payload_too_large", f"a batch has at most {self._writes_max} writes")
-        writes = [self._batch_write(item, place) for place, item in enumerate(items)]
+            raise TailraceError("payload_too_large", f"a batch must have at most {self._writes_max} writes")
+        writes = [self._batch_write(item, index) for index, item in enumerate(items)]
         paths = {write.path.collection for write in writes}
         write_id = _write_id(exchange)
         if len(paths) > 1 and (atomic or write_id is not None):
             raise TailraceError(
-                "batch_not_atomic", "an atomic batch, or one with an Idempotency-Key, is about one collection"
+                "batch_not_atomic",
+                "an atomic batch, or one with an Idempotency-Key, must have one collection",
             )
 
-        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
+        def on_written(results: list[WriteResult], error: TailraceError | None) -> None:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
-            body: dict[str, Any] = {"results": [result.shown() for result in results]}
+            body: dict[str, Any] = {"results": [result.to_json() for result in results]}
             if atomic and any(result.error is not None for result in results):
                 failed = TailraceError("batch_failed", "no write of the batch was made", **body)
                 responses.respond_error(exchange, failed)
@@ -166,29 +169,31 @@ class DatabaseRoutes:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
         self._writer.write(
-            database, writes, self._access.writing(identity), answer, atomic=atomic, write_id=write_id
+            database, writes, self._access.write_check(identity), on_written, atomic=atomic, write_id=write_id
         )
 
-    def _batch_write(self, item: Any, place: int) -> DocumentWrite:
+    def _batch_write(self, item: Any, index: int) -> DocumentWrite:
         known = {"op", "path", "data", "ifVersion", "ifAbsent"}
         if not isinstance(item, dict) or not set(cast("Document", item)) <= known:
             raise TailraceError(
-                "invalid_request", f"write {place}: it has op, path, data, ifVersion, ifAbsent"
+                "invalid_request", f"write {index}: must have only op, path, data, ifVersion, ifAbsent"
             )
-        given = cast("Document", item)
-        op, path, version = given.get("op"), given.get("path"), given.get("ifVersion")
-        absent = given.get("ifAbsent", False)
+        body = cast("Document", item)
+        op, path, version = body.get("op"), body.get("path"), body.get("ifVersion")
+        absent = body.get("ifAbsent", False)
         if op not in ("put", "patch", "delete") or not isinstance(path, str):
-            raise TailraceError("invalid_request", f"write {place}: op is put, patch or delete, path a text")
+            raise TailraceError(
+                "invalid_request", f"write {index}: op must be put, patch or delete, path a string"
+            )
         if (version is not None and type(version) is not int) or type(absent) is not bool:
             raise TailraceError(
-                "invalid_request", f"write {place}: ifVersion is a number, ifAbsent true or false"
+                "invalid_request", f"write {index}: ifVersion must be an integer, ifAbsent true or false"
             )
         data: Document | None = None
         if op != "delete":
-            data = document.check(given.get("data"))
-        elif "data" in given:
-            raise TailraceError("invalid_request", f"write {place}: a delete has no data")
+            data = document.check(body.get("data"))
+        elif "data" in body:
+            raise TailraceError("invalid_request", f"write {index}: a delete must not have data")
         return DocumentWrite(op, names.split_document_path(path), data, version, if_absent=absent)
 
     def _query(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
@@ -196,17 +201,17 @@ class DatabaseRoutes:
             raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.READ_DATABASE, db=database)
         _check_type(exchange)
-        given = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
-        asked = self._queries.prepare(identity, database, given)
+        value = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
+        request = self._queries.prepare(identity, database, value)
 
         async def run() -> None:
             try:
                 async with asyncio.timeout(self._context.limits.request_ms / 1000):
-                    body = await asked.run()
+                    body = await request.run()
             except TimeoutError:
                 responses.respond_error(exchange, TailraceError("request_timeout", "the query took too long"))
-            except TailraceError as refusal:
-                responses.respond_error(exchange, refusal)
+            except TailraceError as error:
+                responses.respond_error(exchange, error)
             else:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
@@ -216,15 +221,15 @@ class DatabaseRoutes:
 
 
 def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document:
-    """A JSON object that says what is wanted; unknown members are refused."""
+    """Parse a JSON object; unknown members are rejected."""
     if len(body) > bytes_max:
-        raise TailraceError("payload_too_large", f"the body has at most {bytes_max} bytes")
+        raise TailraceError("payload_too_large", f"the body must have at most {bytes_max} bytes")
     try:
         value = document.load(body or b"{}", bytes_max)
-    except TailraceError as refusal:
-        if refusal.code != "invalid_request":
+    except TailraceError as error:
+        if error.code != "invalid_request":
             raise
-        raise TailraceError("invalid_request", "the body is a JSON object") from None
+        raise TailraceError("invalid_request", "the body must be a JSON object") from None
     if known is not None and (unknown := sorted(set(value) - known)):
         raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
     return value
@@ -240,10 +245,10 @@ def _answer_write(exchange: Exchange, result: WriteResult) -> None:
 
 
 def _check_type(exchange: Exchange, *, patch: bool = False) -> None:
-    given = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    wanted = (b"application/merge-patch+json", b"application/json") if patch else (b"application/json",)
-    if given not in wanted:
-        raise TailraceError("unsupported_media_type", f"the body is {wanted[0].decode()}")
+    body = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    expected = (b"application/merge-patch+json", b"application/json") if patch else (b"application/json",)
+    if body not in expected:
+        raise TailraceError("unsupported_media_type", f"Content-Type must be {expected[0].decode()}")
 
 
 def _if_match(exchange: Exchange) -> tuple[int | None, bool]:
@@ -254,7 +259,7 @@ def _if_match(exchange: Exchange) -> tuple[int | None, bool]:
         return None, True
     text = raw.removeprefix(b"W/").strip(b'"')
     if not text.isdigit() or len(text) > 18:
-        # No document has such a version; that is what the header asks.
+        # No document has such a version: the condition fails.
         return -1, False
     return int(text), False
 
@@ -264,7 +269,7 @@ def _if_none_match(exchange: Exchange) -> bool:
     if raw is None:
         return False
     if raw != b"*":
-        raise TailraceError("invalid_header", "a write takes If-None-Match: * only", header="if-none-match")
+        raise TailraceError("invalid_header", "If-None-Match of a write must be *", header="if-none-match")
     return True
 
 
@@ -274,6 +279,8 @@ def _write_id(exchange: Exchange) -> str | None:
         return None
     if not 1 <= len(raw) <= WRITE_ID_BYTES:
         raise TailraceError(
-            "invalid_header", f"Idempotency-Key has 1 to {WRITE_ID_BYTES} bytes", header="idempotency-key"
+            "invalid_header",
+            f"Idempotency-Key must have 1 to {WRITE_ID_BYTES} bytes",
+            header="idempotency-key",
         )
     return raw.decode("latin-1")

@@ -1,9 +1,4 @@
-"""Wiring of the watch subsystem: documents, live queries, replication and sources of one server.
-
-Replication as the rest of the server sees it: its paths, its numbers, and what it has to be told.
-
-The parts of watch put together: the book of collections, who writes, who asks, who is told.
-"""
+"""The watch service: wiring of documents, live queries, replication and sources of one server."""
 
 from __future__ import annotations
 
@@ -57,19 +52,19 @@ class ReplicationService:
             self._routes.serve(exchange, identify(exchange), method, path[len(REPLICATION_PREFIX) :])
 
     def on_changed(self, collection: Collection) -> None:
-        """A change of it is durable, or its rules are others, or it is gone."""
+        """Documents or rules of the collection changed, or it was deleted."""
         self._replication.on_changed(collection)
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        return self._replication.recheck(stands)
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        return self._replication.recheck(is_valid)
 
-    def end_all(self) -> None:
-        self._replication.end_all()
+    def close_all(self) -> None:
+        self._replication.close_all()
 
     def _connect(self, telemetry: ServerMetrics) -> None:
         found = self._replication
         rows = found.pushes.rows
-        telemetry.watch_replication_connections.read = lambda: len(found.wires)
+        telemetry.watch_replication_connections.read = lambda: len(found.transports)
         telemetry.watch_pull.read = lambda: found.pulls
         telemetry.watch_push_rows.each = lambda: [([result], count) for result, count in rows.items()]
         telemetry.watch_conflicts.read = lambda: rows["conflict"]
@@ -88,59 +83,62 @@ class WatchService:
         remembered = BeforeImageLimits(
             limits.watch_window_changes, limits.watch_window_bytes, limits.watch_window_ms
         )
-        tallies = CounterRegistry(limits.watch_metrics_collections)
-        self.book = CollectionRegistry(context.log, directory / VIEW_FILE, patterns, remembered, tallies)
-        self._writer = DocumentWriter(self.book, document_bytes=limits.watch_document_bytes)
+        counters = CounterRegistry(limits.watch_metrics_collections)
+        self.registry = CollectionRegistry(context.log, directory / VIEW_FILE, patterns, remembered, counters)
+        self._writer = DocumentWriter(self.registry, document_bytes=limits.watch_document_bytes)
         access = AccessRules()
-        self.gateway = Gateway(context, self.book, access, verifier)
-        self.care = Maintenance(context, self.book, self.gateway.keys)
-        self.book.restore = self.care.views.restore
-        self.book.lost = self._lost
-        self.book.on_doubt = self.gateway.on_doubt
+        self.gateway = Gateway(context, self.registry, access, verifier)
+        self.maintenance = Maintenance(context, self.registry, self.gateway.keys)
+        self.registry.restore = self.maintenance.views.restore
+        self.registry.on_view_lost = self._on_view_lost
+        self.registry.on_before_image_lost = self.gateway.on_before_image_lost
         self._databases = DatabaseRoutes(context, self.gateway, self._writer)
-        self._databases.collections.on_rules = self._ruled
-        self._databases.collections.on_removed = self._removed
+        self._databases.collections.on_rules = self._on_rules_changed
+        self._databases.collections.on_removed = self._on_removed
         self._realtime = RealtimeRoutes(self.gateway)
         self._replication = ReplicationService(context, self.gateway, self._writer)
         self._summaries = SubscriptionSummaries(context, self.gateway)
-        self.care.other_bounds = self._summaries.bounds
-        self._jobs = JobRoutes(context, self.book, self._writer, self._summaries)
-        self.sources = SourceManager(context, self.book, self.gateway)
+        self.maintenance.other_bounds = self._summaries.bounds
+        self._jobs = JobRoutes(context, self.registry, self._writer, self._summaries)
+        self.sources = SourceManager(context, self.registry, self.gateway)
         self.sources.connect(context.telemetry)
         self.sources.on_changed = self._replication.on_changed
         self._source_routes = SourceRoutes(context, self.sources)
-        self.book.on_applied = self._applied
-        self.book.on_page = self.gateway.on_page
+        self.registry.on_applied = self._on_applied
+        self.registry.on_page = self.gateway.on_page
 
         metrics.register_metrics(
-            context.telemetry, self.gateway, self.care, partitions=context.settings.watch_metrics_partitions
+            context.telemetry,
+            self.gateway,
+            self.maintenance,
+            partitions=context.settings.watch_metrics_partitions,
         )
 
     async def start(self) -> None:
-        await self.book.start()
+        await self.registry.start()
         self._replication.start()
         self.gateway.start()
-        # Whoever comes first is to get a token, or a checkpoint, whose key was written before.
-        await self.gateway.keys.settled()
-        self.care.start()
+        # The signing keys must be durable before the first token or checkpoint is issued.
+        await self.gateway.keys.wait_settled()
+        self.maintenance.start()
         self._summaries.start()
         await self.sources.start()
 
     async def stop(self) -> None:
-        await self.care.stop()
+        await self.maintenance.stop()
         self.sources.stop()
         self._summaries.stop()
         self.gateway.delivered.stop()
-        self.book.close()
+        self.registry.close()
 
-    def end_live(self) -> None:
-        """Shutdown: nobody is kept waiting."""
-        self.gateway.end_all()
-        self._replication.end_all()
+    def close_live(self) -> None:
+        """Shutdown: close all connections."""
+        self.gateway.close_all()
+        self._replication.close_all()
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Sends away whoever has lost their right, and counts them."""
-        return self.gateway.recheck(stands) + self._replication.recheck(stands)
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """Close connections whose token was revoked; returns how many."""
+        return self.gateway.recheck(is_valid) + self._replication.recheck(is_valid)
 
     def handles(self, path: bytes) -> bool:
         ours = path.startswith(DATABASES_PREFIX) or path in (DATABASES_PATH, WS_PATH, SSE_PATH)
@@ -157,32 +155,32 @@ class WatchService:
             self._databases.listing.databases(exchange, identify(exchange), method)
         elif self._replication.handles(path):
             self._replication.serve(exchange, method, path, identify)
-        elif (asked := self._jobs.kind_of(path[len(DATABASES_PREFIX) :])) is not None:
-            self._jobs.serve(exchange, identify(exchange), method, *asked)
-        elif (source := self._source_routes.asked(path[len(DATABASES_PREFIX) :])) is not None:
+        elif (request := self._jobs.match_path(path[len(DATABASES_PREFIX) :])) is not None:
+            self._jobs.serve(exchange, identify(exchange), method, *request)
+        elif (source := self._source_routes.match_path(path[len(DATABASES_PREFIX) :])) is not None:
             self._source_routes.serve(exchange, identify(exchange), method, *source)
         else:
             self._databases.serve(exchange, identify(exchange), method, path[len(DATABASES_PREFIX) :])
 
-    def _ruled(self, collection: Collection) -> None:
-        """Other rules: what everybody has seen may be something else now."""
+    def _on_rules_changed(self, collection: Collection) -> None:
+        """Rules changed: results that clients have may be different now."""
         self.gateway.on_rules(collection)
         self._replication.on_changed(collection)
 
-    async def _lost(self, collection: Collection) -> None:
+    async def _on_view_lost(self, collection: Collection) -> None:
         self.gateway.audit.event("partition.stale", collection, {"reason": "view-lost"})
-        await reset_after_view_loss(self.book, collection)
+        await reset_after_view_loss(self.registry, collection)
         self.gateway.audit.event("partition.live", collection, {"reason": "view-lost"})
 
-    def _removed(self, collection: Collection) -> None:
-        """A collection is gone: whoever watches it has to begin again, with nothing."""
+    def _on_removed(self, collection: Collection) -> None:
+        """A collection was deleted: its subscriptions must resync."""
         self._writer.forget(collection)
-        self.care.removed(collection)
+        self.maintenance.on_removed(collection)
         self.gateway.objectives.forget(collection)
         self.gateway.invalidate_all(collection, "generation")
         self._replication.on_changed(collection)
 
-    def _applied(self, collection: Collection, change: Change) -> None:
+    def _on_applied(self, collection: Collection, change: Change) -> None:
         self._writer.on_applied(collection, change)
         self.gateway.on_applied(collection, change)
         self._replication.on_changed(collection)

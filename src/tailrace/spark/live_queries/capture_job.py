@@ -139,7 +139,7 @@ class Masker:
         if documents is not None:
             documents = sorted(self.document_id(name) for name in documents)
         masked = msgspec.structs.replace(summary, parts=parts, ruleInputs=rule, documents=documents)
-        whole = interest_from_summary(masked).whole
+        whole = interest_from_summary(masked).predicate
         forms = parts if rule is None else [*parts, rule]
         named = None if documents is None else frozenset(documents)
         meaning = canonical_predicate([decode_predicate_part(form) for form in forms], named)

@@ -285,7 +285,7 @@ def _before_digest(change: Change) -> str | None:
     entry = change.entry
     if entry.prev is None:
         return None
-    return UNKNOWN_DIGEST if change.is_half else document_digest(bytes(entry.before))
+    return UNKNOWN_DIGEST if change.lacks_before_image else document_digest(bytes(entry.before))
 
 
 def run_rescan(spark: Any, client: WatchClient, options: RescanOptions) -> RescanReport:

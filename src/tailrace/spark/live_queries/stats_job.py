@@ -138,7 +138,7 @@ def bloom_keys(subscriptions: SubscriptionSet) -> set[bytes]:
     """The values in equality conditions of the subscriptions."""
     found: set[bytes] = set()
     for summary in subscriptions.subs.values():
-        for conditions in interest_from_summary(summary).whole.branches:
+        for conditions in interest_from_summary(summary).predicate.branches:
             for condition in conditions:
                 found |= {bloom_key(condition.path, value) for value in _searched_values(condition)}
     return found

@@ -59,7 +59,7 @@ class CompiledSubscriptions:
         self.matchers: dict[str, Matcher[str]] = {}
         for key, summary in subscriptions.subs.items():
             interest = interest_from_summary(summary)
-            if strict and interest.whole.hash.hex() != summary.predicateHash:
+            if strict and interest.predicate.hash.hex() != summary.predicateHash:
                 raise MatcherMismatchError(
                     "predicate hash of a subscription differs from the server's; "
                     "install the same version of tailrace on driver, executors and server"
@@ -77,7 +77,7 @@ def match_change(matcher: Matcher[str] | None, change: Change) -> list[Delivered
     """The matches of a change, sorted by subscription key."""
     if matcher is None:
         return []
-    found = matcher.found(change)
+    found = matcher.match(change)
     matches = [
         DeliveredMatch(key, op, reason) for subscribers, op, reason in found.matches for key in subscribers
     ]

@@ -1,4 +1,4 @@
-"""Envelopes: what a realtime client is sent. Encoded once, whoever gets them."""
+"""Envelopes: the JSON messages of the realtime protocol, encoded once for all recipients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.watch.document import Change
 
 
 class Envelope:
-    """One envelope as bytes, and as a WebSocket message once that is asked for."""
+    """An encoded message; its WebSocket frame is made on first use."""
 
     __slots__ = ("_websocket", "body")
 
@@ -28,15 +28,15 @@ class Envelope:
         return self._websocket
 
 
-def reply(kind: str, message_id: str | None, payload: dict[str, Any], **beside: Any) -> Envelope:
+def reply(kind: str, message_id: str | None, payload: dict[str, Any], **extra: Any) -> Envelope:
     found: dict[str, Any] = {} if message_id is None else {"id": message_id}
-    return Envelope(orjson.dumps({**found, "type": kind, "version": 1, **beside, "payload": payload}))
+    return Envelope(orjson.dumps({**found, "type": kind, "version": 1, **extra, "payload": payload}))
 
 
 def subscription_notice(
     kind: str, database: str, sub_ids: Sequence[str], payload: dict[str, Any], **more: Any
 ) -> Envelope:
-    """An envelope about subscriptions."""
+    """A message about subscriptions."""
     found = {"type": kind, "version": 1, "database": database, "subIds": sub_ids, **more, "payload": payload}
     return Envelope(orjson.dumps(found))
 
@@ -62,7 +62,7 @@ def error(
 
 
 def encode_delta(change: Change, op: str, reason: str, include_data: bool) -> bytes:
-    """What a change is to whoever watches; a delete has no data."""
+    """The delta of a change; deletes carry no data."""
     entry = change.entry
     doc: dict[str, Any] = {"path": f"{entry.collection}/{entry.documentKey}", "id": entry.documentKey}
     if op != "delete":
@@ -78,7 +78,7 @@ def encode_delta(change: Change, op: str, reason: str, include_data: bool) -> by
 def event(
     change: Change, lsn: str, sub_ids: Sequence[str], changed: bytes, token: str | None, checksum: bool
 ) -> Envelope:
-    """`changed` comes from `delta`; only what differs between clients is put around it."""
+    """`changed` comes from `encode_delta`; only what differs between clients is added."""
     entry = change.entry
     covered = b"" if token is None else b',"token":"%b"' % token.encode()
     payload = b'{"subId":%b,"delta":%b%b}' % (orjson.dumps(sub_ids[0]), changed, covered)

@@ -1,8 +1,8 @@
-"""The gateway: all realtime sessions, the collections they watch, and matching of each change.
+"""The realtime gateway: all sessions, the collections they watch, and delivery of each change.
 
-A collection that somebody watches; it need not exist yet.
-
-The gateway: every realtime connection, what they watch, and who is told of a change.
+A change that becomes durable is matched against the live subscriptions of its collection and written to their
+sessions. Subscriptions that cannot keep up are demoted: they read the log at their own pace (`replay`) until
+they have caught up.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final
 import orjson
 
 from tailrace.auth import GrantStore, Identity, TokenVerifier
+from tailrace.common.logging_setup import log_fields
 from tailrace.routing.context import Context
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.audit import AuditLog
@@ -34,46 +35,52 @@ from tailrace.watch.resume_tokens import ResumePosition, TokenKeys, TokenSigner
 
 
 class WatchedCollection:
-    __slots__ = ("_book", "_tally", "database", "matcher", "name", "subscriptions")
+    """A collection with subscriptions; it need not exist yet."""
+
+    __slots__ = ("_counters", "_registry", "database", "matcher", "name", "subscriptions")
 
     def __init__(
-        self, book: CollectionRegistry, database: str, name: str, scan_max: int, turn: StepBudget
+        self, registry: CollectionRegistry, database: str, name: str, scan_max: int, budget: StepBudget
     ) -> None:
-        self._book = book
+        self._registry = registry
         self.database = database
         self.name = name
-        self.matcher: Matcher[Subscription] = Matcher(scan_max, turn)
+        self.matcher: Matcher[Subscription] = Matcher(scan_max, budget)
         self.subscriptions: set[Subscription] = set()
-        self._tally = book.tallies.others
+        self._counters = registry.counters.others
 
     @property
     def collection(self) -> Collection | None:
-        return self._book.find(self.database, self.name)
+        return self._registry.find(self.database, self.name)
 
     @property
-    def tally(self) -> CollectionCounters:
-        """Where it is counted. What is over is still counted where it was."""
+    def counters(self) -> CollectionCounters:
+        """The counters of the collection, also after it was deleted."""
         if (found := self.collection) is not None:
-            self._tally = self._book.tallies.of(found)
-        return self._tally
+            self._counters = self._registry.counters.for_collection(found)
+        return self._counters
 
     @property
     def applied(self) -> list[int]:
         found = self.collection
-        return [0] * self._book.partitions_for(self.name) if found is None else found.applied
+        return [0] * self._registry.partitions_for(self.name) if found is None else found.applied
 
     @property
     def earliest(self) -> list[int]:
-        """What the log does not have any more, by partition."""
+        """The earliest position in the log, by partition."""
         found = self.collection
-        return [0] * self._book.partitions_for(self.name) if found is None else self._book.earliest(found)
+        return (
+            [0] * self._registry.partitions_for(self.name)
+            if found is None
+            else self._registry.earliest(found)
+        )
 
     @property
     def generation(self) -> int:
         found = self.collection
         if found is None:
-            return self._book.next_generation(self.database, self.name)
-        return self._book.generation(found)
+            return self._registry.next_generation(self.database, self.name)
+        return self._registry.generation(found)
 
     @property
     def state(self) -> str:
@@ -89,23 +96,27 @@ TICK_S: Final = 1.0
 SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
 RECENT_QUERIES: Final = 10_000
 RECENT_S: Final = 180.0
-REFILE_BATCH: Final = 200  # predicates of a collection that are looked at in one tick
+REBALANCE_BATCH: Final = 200  # predicates per collection and tick
 STATES: Final = ("live", "behind", "snapshot", "paused")
 
 
 class Gateway:
-    """Owned by the loop thread."""
+    """All realtime sessions and subscriptions of the process. Owned by the loop thread."""
 
     def __init__(
-        self, context: Context, book: CollectionRegistry, access: AccessRules, verifier: TokenVerifier | None
+        self,
+        context: Context,
+        registry: CollectionRegistry,
+        access: AccessRules,
+        verifier: TokenVerifier | None,
     ) -> None:
         self.context = context
         self.limits = context.limits
-        self.book = book
+        self.registry = registry
         self.access = access
         self.verifier = verifier
         self.grants: GrantStore | None = None
-        self.keys = TokenKeys(book.log, context.clock, context.limits)
+        self.keys = TokenKeys(registry.log, context.clock, context.limits)
         self.audit = AuditLog(context)
         self.samples = CostSampler(context.loop)
         self.objectives = ServiceObjectives(context, self)
@@ -115,23 +126,23 @@ class Gateway:
         self.delivered = DeliveryReader(context, self)
         self.replays = Replayer(self)
         self._timer: asyncio.TimerHandle | None = None
-        self.outbound_bytes = 0  # of all connections, at the last tick
-        self.level = 0.0  # of what may be unsent
+        self.outbound_bytes = 0  # unsent bytes of all connections at the last tick
+        self.level = 0.0  # outbound_bytes as a share of the limit
         self.shedding = False
         self.deliveries = {"insert": 0, "update": 0, "delete": 0}
         self.demotions = 0
         self.resyncs: Counter[str] = Counter()
-        self.resumes: Counter[tuple[str, str]] = Counter()  # by result, and by where it is read from
+        self.resumes: Counter[tuple[str, str]] = Counter()  # by result and by the tier read from
         self.auth_failures: Counter[str] = Counter()
         self._recent: dict[bytes, tuple[float, bytes]] = {}
-        self._found: dict[Change, MatchResult[Subscription]] = {}  # for changes that are about to be shown
-        self._found_each_s = 0.0
-        self._renewing = False
-        self._turn = StepBudget(context.limits.watch_match_steps)
-        # Begins a stream of replication on a connection.
+        self._matched_ahead: dict[Change, MatchResult[Subscription]] = {}  # results of the current page
+        self._matched_each_s = 0.0
+        self._refill_pending = False
+        self._step_budget = StepBudget(context.limits.watch_match_steps)
+        # Starts a replication stream on a connection.
         self.on_stream: Callable[[RealtimeSession, str | None, dict[str, Any]], None] | None = None
 
-    # -- beginning and end -----------------------------------------------------------------------------
+    # -- start and shutdown ----------------------------------------------------------------------------
 
     @property
     def signer(self) -> TokenSigner | None:
@@ -140,23 +151,23 @@ class Gateway:
     def start(self) -> None:
         self.keys.start()
 
-    def end_all(self) -> None:
-        """Shutdown: everybody gets their last tokens and comes back."""
+    def close_all(self) -> None:
+        """Shutdown: send final resume tokens and close all sessions."""
         for session in tuple(self.sessions):
             session.send_tokens()
-            session.refuse(None, "going_away", "the server is stopping", retry_after_ms=1000)
+            session.send_error(None, "going_away", "the server is stopping", retry_after_ms=1000)
             session.close(1001, "the server is stopping")
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self.audit.flush()
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Sends away whoever has lost their right, and counts them."""
-        lost = [one for one in self.sessions if one.identity is not None and not stands(one.identity)]
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """Close sessions whose token was revoked; returns how many."""
+        lost = [one for one in self.sessions if one.identity is not None and not is_valid(one.identity)]
         for session in lost:
-            self.auth_failed("invalid_auth")
-            session.refuse(None, "invalid_auth", "the token was revoked")
+            self.count_auth_failure("invalid_auth")
+            session.send_error(None, "invalid_auth", "the token was revoked")
             session.close(4401, "the token was revoked")
         return len(lost)
 
@@ -173,7 +184,7 @@ class Gateway:
 
     def _tick(self) -> None:
         self._timer = None
-        sizes = {session: session.wire.unsent_bytes for session in self.sessions}
+        sizes = {session: session.transport.unsent_bytes for session in self.sessions}
         self.outbound_bytes = sum(sizes.values())
         self.level = self.outbound_bytes / self.limits.watch_outbound_total_bytes
         if self.level < RECOVER:
@@ -187,14 +198,14 @@ class Gateway:
                 session.on_tick(now)
         self.objectives.on_tick()
         for watched in self._watched.values():
-            watched.matcher.index.refile(REFILE_BATCH)
+            watched.matcher.index.rebalance(REBALANCE_BATCH)
         if self.sessions:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
     def _shed(self, sizes: dict[RealtimeSession, int]) -> None:
-        """Optional load first, then those that have the most unsent, high priority last.
+        """Demote low priority first, then the sessions with the most unsent bytes, high priority last.
 
-        Nobody loses anything: they go on from the log.
+        No events are lost: demoted subscriptions read them from the log.
         """
         for priority in PRIORITIES:
             if priority != "low" and self.level < HARD:
@@ -209,7 +220,7 @@ class Gateway:
                 self.demote(subscription)
 
     def shed_low(self, watched: WatchedCollection) -> None:
-        """Those of one collection that can wait."""
+        """Demote the low-priority subscriptions of one collection."""
         for subscription in tuple(watched.subscriptions):
             if subscription.state == "live" and subscription.options.priority == "low":
                 self.demote(subscription)
@@ -221,41 +232,41 @@ class Gateway:
         found = self._watched.get(key)
         if found is None:
             found = WatchedCollection(
-                self.book, database, name, self.limits.watch_scan_predicates, self._turn
+                self.registry, database, name, self.limits.watch_scan_predicates, self._step_budget
             )
             self._watched[key] = found
         return found
 
     def watched_named(self, database: str, name: str) -> WatchedCollection | None:
-        """Only if somebody watches it."""
+        """None if it has no subscriptions."""
         return self._watched.get((database, name))
 
-    def watched_if_any(self, collection: Collection) -> WatchedCollection | None:
+    def find_watched(self, collection: Collection) -> WatchedCollection | None:
         return self.watched_named(collection.database, collection.name)
 
     def check_room(self, subscription: Subscription) -> None:
-        if not subscription.watched.matcher.has_room(subscription.interest.whole):
+        if not subscription.watched.matcher.has_room(subscription.interest.predicate):
             raise MessageRefusedError(
                 "limit_exceeded",
-                f"{self.limits.watch_scan_predicates} predicates of the collection are tried on every change",
+                f"a collection may have at most {self.limits.watch_scan_predicates} predicates without index",
                 limit="scanPredicates",
             )
 
-    def count_of(self, identity: Identity | None) -> int:
-        """Subscriptions that somebody has on all connections. Nobody in particular has no bound."""
+    def count_subscriptions(self, identity: Identity | None) -> int:
+        """Subscriptions of an identity on all connections; 0 for anonymous, which is not limited."""
         return 0 if identity is None or identity.anonymous else self._principals[identity.sub]
 
-    def kept(self, subscription: Subscription) -> None:
+    def on_subscribed(self, subscription: Subscription) -> None:
         session = subscription.session
         identity = session.identity
         if identity is not None and not identity.anonymous:
             subscription.principal = identity.sub
             self._principals[identity.sub] += 1
         self.audit.subscription("subscription.created", subscription)
-        self.samples.subscribed(subscription)
+        self.samples.sample_subscription(subscription)
 
     def release(self, subscription: Subscription) -> None:
-        """Nothing more comes of it."""
+        """End a subscription: stop matching, reading and counting it."""
         watched = subscription.watched
         if subscription.state == "live":
             watched.matcher.discard(subscription.interest, subscription)
@@ -273,22 +284,22 @@ class Gateway:
         key = (watched.database, watched.name)
         if not watched.subscriptions and self._watched.get(key) is watched:
             del self._watched[key]
-            watched.tally.add_matched(watched.matcher.counts())
+            watched.counters.add_matched(watched.matcher.counts())
 
     def all_watched(self) -> list[WatchedCollection]:
         return list(self._watched.values())
 
-    def matched(self) -> dict[MetricLabels, tuple[int, int, int]]:
-        """Candidates, hits and library evaluations of all that is or was watched, by collection."""
-        found = {tally.labels: tally.matched for tally in self.book.tallies.all()}
+    def match_counts(self) -> dict[MetricLabels, tuple[int, int, int]]:
+        """Candidates, hits and library evaluations since the start, by collection."""
+        found = {counters.labels: counters.matched for counters in self.registry.counters.all()}
         for watched in self._watched.values():
-            labels, more = watched.tally.labels, watched.matcher.counts()
+            labels, more = watched.counters.labels, watched.matcher.counts()
             candidates, hits, fallbacks = found.get(labels, (0, 0, 0))
             found[labels] = (candidates + more[0], hits + more[1], fallbacks + more[2])
         return found
 
     def states(self) -> list[tuple[list[str], float]]:
-        """How many subscriptions there are, by state and priority."""
+        """The number of subscriptions by state and priority."""
         counts: dict[tuple[str, str], float] = {
             (state, priority): 0 for state in STATES for priority in PRIORITIES
         }
@@ -298,25 +309,25 @@ class Gateway:
         return [([*key], count) for key, count in counts.items()]
 
     def go_live(self, subscription: Subscription) -> None:
-        """From here on it is told of changes as they happen: it has all of those before."""
-        assert subscription.own == subscription.watched.applied
+        """Deliver changes as they happen; the client has all earlier ones."""
+        assert subscription.client_positions == subscription.watched.applied
         subscription.watched.matcher.add(subscription.interest, subscription)
         subscription.state = "live"
-        subscription.own = []
+        subscription.client_positions = []
         subscription.newer = None
 
     def demote(self, subscription: Subscription, *, paused: bool = False) -> None:
-        """What it is not sent now it reads from the log, as soon as its client takes it."""
+        """Stop live delivery; the subscription continues from the log at its client's pace."""
         assert subscription.state == "live"
-        subscription.own = list(subscription.watched.applied)
+        subscription.client_positions = list(subscription.watched.applied)
         subscription.watched.matcher.discard(subscription.interest, subscription)
         subscription.state = "paused" if paused else "behind"
         if not paused:
             self.demotions += 1
             self.replays.follow(subscription)
 
-    def position(self, subscription: Subscription, seqs: list[int] | None = None) -> str:
-        """A token that covers exactly what was written for the subscription so far."""
+    def resume_token(self, subscription: Subscription, seqs: list[int] | None = None) -> str:
+        """A token that covers exactly what was sent to the subscription so far."""
         signer = self.signer
         assert signer is not None
         watched = subscription.watched
@@ -331,52 +342,52 @@ class Gateway:
         )
         return signer.position(position)
 
-    def remember(self, query_hash: bytes, query: object) -> None:
-        """So that a client that comes back soon need not say again what it watched."""
+    def cache_query(self, query_hash: bytes, query: object) -> None:
+        """Remember a query, so that a client that reconnects soon can resume with its token only."""
         self._recent.pop(query_hash, None)
         self._recent[query_hash] = (self.context.loop.time(), orjson.dumps(query))
         while len(self._recent) > RECENT_QUERIES:
             del self._recent[next(iter(self._recent))]
 
-    def recent_query(self, query_hash: bytes) -> bytes | None:
+    def cached_query(self, query_hash: bytes) -> bytes | None:
         found = self._recent.get(query_hash)
         if found is None or self.context.loop.time() - found[0] > RECENT_S + self._recent_grace_s():
             return None
         return found[1]
 
     def _recent_grace_s(self) -> float:
-        """A client is noticed to be gone when its connection is, which takes that long."""
+        """The time until a dead connection is detected."""
         return self.limits.ws_dead_ms / 1000
 
-    # -- what is counted and written down --------------------------------------------------------------
+    # -- counters and audit ---------------------------------------------------------------------------
 
-    def auth_failed(self, code: str) -> None:
+    def count_auth_failure(self, code: str) -> None:
         self.auth_failures[code] += 1
 
-    def resynced(self, reason: str) -> None:
+    def count_resync(self, reason: str) -> None:
         self.resyncs[reason] += 1
 
-    def resumed(self, subscription: Subscription) -> None:
+    def record_resume(self, subscription: Subscription) -> None:
         self.resumes["ok", self._path_of(subscription)] += 1
-        self.objectives.resumed(subscription.watched)
-        self.samples.replayed(subscription)
+        self.objectives.record_resume(subscription.watched)
+        self.samples.sample_resume(subscription)
 
-    def resume_failed(
+    def record_resume_failure(
         self, session: RealtimeSession, sub_id: str, reason: str, collection: str | None
     ) -> None:
         self.resumes["resync-required", "none"] += 1
-        # A query that was changed or a token of somebody else is nothing that we could do better.
-        self.objectives.resume_failed(session.database or "", collection or "", reason)
+        # A changed query or a foreign token does not count against the service objective.
+        self.objectives.record_resume_failure(session.database or "", collection or "", reason)
         self.audit.resume_failed(session, sub_id, reason, collection)
 
     def _path_of(self, subscription: Subscription) -> str:
-        """Where a resume reads: memory, the disk of this machine, or the object store."""
+        """The tier a resume reads from: memory, local disk, or the object store."""
         collection = subscription.watched.collection
         found = "window"
         if collection is None:
             return found
-        for partition, seq in enumerate(subscription.own):
-            stream = self.book.log.find(collection.stream(partition))
+        for partition, seq in enumerate(subscription.client_positions):
+            stream = self.registry.log.find(collection.stream(partition))
             if stream is None or seq >= stream.visible:
                 continue
             if seq < stream.sealed:
@@ -386,31 +397,34 @@ class Gateway:
         return found
 
     def on_rules(self, collection: Collection) -> None:
-        """Another rule: what everybody has seen may be something else now."""
+        """A rule changed: results that clients have may be different now."""
         self.audit.event("rule.changed", collection, {"ruleVersion": collection.config.rule_version})
         self.invalidate_all(collection, "rule-changed")
 
     def invalidate_all(self, collection: Collection, reason: str) -> None:
-        found = self.watched_if_any(collection)
+        found = self.find_watched(collection)
         for subscription in tuple(found.subscriptions) if found is not None else ():
             subscription.session.invalidate(subscription, reason)
 
-    def on_doubt(self, collection: Collection) -> None:
-        """What its documents were before some changes is not known: who left a result cannot be told."""
-        logger.error("the view of %s does not go with its changes", collection.name)
+    def on_before_image_lost(self, collection: Collection) -> None:
+        """Before-images are missing, so deletes from results cannot be detected."""
+        logger.error(
+            "view is inconsistent with its change log",
+            extra=log_fields(database=collection.database, collection=collection.name),
+        )
         self.invalidate_all(collection, "gap")
 
     def on_state(self, collection: Collection, reason: str = "") -> None:
-        """The collection has become stale, loads, or is live again.
+        """The collection became stale, loading or live.
 
-        Whoever watches one that loads is told nothing until it is live; then they read it all from the log.
+        While it loads, subscriptions receive nothing; once live, they read the changes from the log.
         """
         if collection.state in ("stale", "live"):
             details = {"reason": reason} if reason else {}
             self.audit.event(f"partition.{collection.state}", collection, details)
         if collection.state == "stale":
             self.invalidate_all(collection, "stale")
-        elif collection.state == "loading" and (watched := self.watched_if_any(collection)) is not None:
+        elif collection.state == "loading" and (watched := self.find_watched(collection)) is not None:
             for subscription in tuple(watched.subscriptions):
                 if subscription.state == "live":
                     self.demote(subscription)
@@ -418,33 +432,33 @@ class Gateway:
     # -- changes ---------------------------------------------------------------------------------------
 
     def on_page(self, collection: Collection, changes: list[Change]) -> None:
-        """Changes are about to be shown: whom they concern is found for all of them together."""
-        watched = self.watched_if_any(collection)
-        self._found, self._found_each_s = {}, 0.0
+        """Match a page of changes in one batch, before they are applied one by one."""
+        watched = self.find_watched(collection)
+        self._matched_ahead, self._matched_each_s = {}, 0.0
         if watched is not None and len(watched.matcher) and len(changes) > BATCH_MIN:
             begun = time.perf_counter()
-            self._found = dict(zip(changes, watched.matcher.matches_of(changes), strict=True))
-            self._renew_later()
-            self._found_each_s = (time.perf_counter() - begun) / len(changes)
+            self._matched_ahead = dict(zip(changes, watched.matcher.match_batch(changes), strict=True))
+            self._refill_budget_later()
+            self._matched_each_s = (time.perf_counter() - begun) / len(changes)
 
     def on_applied(self, collection: Collection, change: Change) -> None:
-        """A change is durable. The collection's position is still the one before it."""
-        watched = self.watched_if_any(collection)
+        """Deliver a durable change; the collection's position is still the one before it."""
+        watched = self.find_watched(collection)
         if watched is None or not len(watched.matcher):
             return
         begun = time.perf_counter()
-        found = self._found.pop(change, None)
+        found = self._matched_ahead.pop(change, None)
         if found is None:
-            found = watched.matcher.found(change)
-            self._renew_later()
+            found = watched.matcher.match(change)
+            self._refill_budget_later()
         groups: dict[tuple[RealtimeSession, str, str, bool], list[Subscription]] = {}
         for subscribers, op, reason in found.matches:
             for subscription in subscribers:
                 key = (subscription.session, op, reason, subscription.options.include_data)
                 groups.setdefault(key, []).append(subscription)
-        match_s = time.perf_counter() - begun + self._found_each_s
-        watched.tally.latency.observe(match_s)
-        self.samples.matched(watched, change, match_s)
+        match_s = time.perf_counter() - begun + self._matched_each_s
+        watched.counters.latency.observe(match_s)
+        self.samples.sample_match(watched, change, match_s)
         if groups:
             lsn = self.lsn(collection, change)
             deltas: dict[tuple[str, str, bool], bytes] = {}
@@ -456,27 +470,27 @@ class Gateway:
                         change, op, reason, include
                     )
                 session.deliver(change, lsn, op, content, (reason, str(include)), subscriptions, shared)
-            self.objectives.delivered(watched, change.updated_ms)
+            self.objectives.record_delivery(watched, change.updated_ms)
         for subscription in found.too_costly:
             subscription.session.invalidate(subscription, "cost-exceeded")
         for subscription in found.postponed:
             if subscription.state == "live":
                 self.demote(subscription)
 
-    def _renew_later(self) -> None:
-        """Whatever else the loop has to do comes before more steps are spent on matching."""
-        if self._turn.is_used and not self._renewing:
-            self._renewing = True
-            self.context.loop.call_soon(self._renew)
+    def _refill_budget_later(self) -> None:
+        """Let the loop run other callbacks before more steps are spent on matching."""
+        if self._step_budget.is_used and not self._refill_pending:
+            self._refill_pending = True
+            self.context.loop.call_soon(self._refill_budget)
 
-    def _renew(self) -> None:
-        self._renewing = False
-        self._turn.renew()
+    def _refill_budget(self) -> None:
+        self._refill_pending = False
+        self._step_budget.refill()
 
     def lsn(self, collection: Collection, change: Change) -> str:
-        """At the source; of a native change it is the offset of its entry."""
+        """The LSN at the source; for native changes the offset of the entry."""
         if change.lsn is not None:
             return change.lsn
-        stream = self.book.log.find(collection.stream(change.partition))
+        stream = self.registry.log.find(collection.stream(change.partition))
         assert stream is not None
         return stream.offset(change.seq)

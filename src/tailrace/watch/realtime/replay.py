@@ -1,12 +1,9 @@
-"""Replay: snapshots and changes read from the log for subscriptions that are behind.
+"""Replay: snapshots, and changes read from the log, for subscriptions that are behind.
 
-Deliveries as the gateway uses them: what jobs beside it have examined shortens the way of those behind.
-
-A subscription that reads the log asks here first. Where somebody has examined its partition for it, it reads
-only the changes that concern it; everywhere else it reads all of them. Each of these changes is still judged
-by the gateway itself, so a delivery decides what is looked at, and never what somebody is sent.
-
-Reading what a subscription lacks: a snapshot from the view, changes from the log, then live, no seam.
+`Replayer` sends a snapshot from the view, then changes from the log, and makes the subscription live when
+nothing is missing. External jobs may examine a partition in advance and write deliveries: `DeliveryReader`
+collects them, so that a subscription reads only the changes that concern it. Every such change is still
+matched here: a delivery decides what is read, never what a client is sent.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import msgspec
 import orjson
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.log.model import Stream
 from tailrace.routing.context import Context
 from tailrace.watch.collection import Collection, complete_from_cache
@@ -51,30 +49,30 @@ DELIVERY_PAGE_BYTES: Final = 4 * 1024 * 1024
 DELIVERY_PAGE_ENTRIES: Final = 100
 DELIVERIES_BYTES_MAX: Final = 32 * 1024 * 1024
 DELIVERY_RETRY_S: Final = 1.0
-# Where so many of the changes concern it, a subscription is faster if it reads them all.
+# If at least 1 in this many changes is relevant, reading all of them is faster.
 DENSE_FACTOR: Final = 4
 
 CollectionKey = tuple[str, str]  # database and collection
 
 
 class DeliveryReader:
-    """Owned by the loop thread."""
+    """The deliveries of external jobs, in memory. Owned by the loop thread."""
 
     def __init__(self, context: Context, gateway: Gateway) -> None:
         self._context = context
         self._gateway = gateway
         self._examined: dict[CollectionKey, ExaminedRanges] = {}
-        self._kept: deque[tuple[CollectionKey, ExaminedRange]] = deque()  # as they came
-        self._kept_bytes = 0
-        self._news = asyncio.Event()
+        self._retained: deque[tuple[CollectionKey, ExaminedRange]] = deque()  # oldest first
+        self._retained_bytes = 0
+        self._published = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.batches: Counter[str] = Counter()  # by what became of them
-        self.skipped = 0  # changes that nobody had to read
+        self.batches: Counter[str] = Counter()  # by outcome
+        self.skipped = 0  # changes that were not read
 
     # -- reading ---------------------------------------------------------------------------------------
 
     def follow(self, name: str) -> None:
-        """From now on; what was delivered before was for connections that are no more."""
+        """Read new entries; earlier deliveries were for connections that are gone."""
         stream = self._context.log.find(name)
         if stream is not None and (self._task is None or self._task.done()):
             self._task = self._context.loop.create_task(self._run(stream))
@@ -85,18 +83,18 @@ class DeliveryReader:
             self._task = None
 
     def on_published(self, stream: Stream) -> None:
-        self._news.set()
+        self._published.set()
 
     async def _run(self, stream: Stream) -> None:
         at = stream.visible
         stream.readers = [*(stream.readers or ()), self]
         try:
             while not stream.gone:
-                self._news.clear()
+                self._published.clear()
                 if at < stream.visible:
                     at = await self._page(stream, max(at, stream.earliest))
                 else:
-                    await self._news.wait()
+                    await self._published.wait()
         finally:
             others = [one for one in stream.readers or () if one is not self]
             stream.readers = others or None
@@ -107,26 +105,26 @@ class DeliveryReader:
                 stream, at, DELIVERY_PAGE_BYTES, DELIVERY_PAGE_ENTRIES
             )
         except TailraceError as error:
-            logger.warning("deliveries cannot be read yet: %s", error.message)
+            logger.warning("cannot read deliveries, retrying", extra=log_fields(error=error.message))
             await asyncio.sleep(DELIVERY_RETRY_S)
             return at
         for raw in page.parts:
-            self._take(bytes(raw))
+            self._consume(bytes(raw))
         return page.next_entry
 
-    def _take(self, raw: bytes) -> None:
+    def _consume(self, raw: bytes) -> None:
         try:
             batch = decode_delivery(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.batches["malformed"] += 1
-            logger.warning("a delivery cannot be understood: %s", error)
+            logger.warning("invalid delivery ignored", extra=log_fields(error=str(error)))
             return
         if batch is not None:
             extent = self._extent(batch)
             self.batches["dropped" if extent is None else "taken"] += 1
 
     def _extent(self, batch: DeliveryBatch) -> ExaminedRange | None:
-        """None for a batch that is of no use to anybody here."""
+        """None for a batch that no subscription here can use."""
         key = (batch.database, batch.collection)
         watched = self._gateway.watched_named(*key)
         collection = None if watched is None else watched.collection
@@ -135,31 +133,31 @@ class DeliveryReader:
         examined = self._examined.get(key)
         if examined is None or examined.generation != watched.generation:
             examined = self._examined[key] = ExaminedRanges(watched.generation)
-        extent = examined.take(batch)
+        extent = examined.add_batch(batch)
         if extent is not None:
-            self._kept.append((key, extent))
-            self._kept_bytes += extent.size_bytes
-            while self._kept_bytes > DELIVERIES_BYTES_MAX:
+            self._retained.append((key, extent))
+            self._retained_bytes += extent.size_bytes
+            while self._retained_bytes > DELIVERIES_BYTES_MAX:
                 self._drop_oldest()
         return extent
 
     def _drop_oldest(self) -> None:
-        key, extent = self._kept.popleft()
-        self._kept_bytes -= extent.size_bytes
+        key, extent = self._retained.popleft()
+        self._retained_bytes -= extent.size_bytes
         examined = self._examined.get(key)
         if examined is not None:
-            examined.drop(extent)
+            examined.evict(extent)
 
     # -- using -----------------------------------------------------------------------------------------
 
-    def ahead(self, subscription: Subscription, partition: int) -> RelevantRange | None:
-        """The way on for a subscription that is behind; None: all of the log."""
+    def relevant_after(self, subscription: Subscription, partition: int) -> RelevantRange | None:
+        """What to read next for a subscription that is behind; None: all of the log."""
         watched = subscription.watched
         examined = self._examined.get((watched.database, watched.name))
-        if examined is None or not subscription.written or examined.generation != watched.generation:
+        if examined is None or not subscription.summary_entry or examined.generation != watched.generation:
             return None
-        after = subscription.own[partition]
-        found = examined.ahead(subscription.key, subscription.written, partition, after)
+        after = subscription.client_positions[partition]
+        found = examined.relevant_after(subscription.key, subscription.summary_entry, partition, after)
         if (
             found is not None
             and found.seqs is not None
@@ -168,15 +166,18 @@ class DeliveryReader:
             return None
         return found
 
-    def passed(self, count: int) -> None:
+    def count_skipped(self, count: int) -> None:
         self.skipped += count
 
-    def doubt(self, subscription: Subscription) -> None:
-        """Somebody was told of a change that does not concern it: nothing of this collection is believed."""
+    def distrust(self, subscription: Subscription) -> None:
+        """A delivery named a change that does not match: drop all deliveries of this collection."""
         watched = subscription.watched
         self._examined.pop((watched.database, watched.name), None)
         self.batches["wrong"] += 1
-        logger.warning("a delivery for %s/%s is wrong, and is not used", watched.database, watched.name)
+        logger.warning(
+            "wrong delivery, ignoring deliveries of the collection",
+            extra=log_fields(database=watched.database, collection=watched.name),
+        )
 
 
 PAGE_BYTES: Final = 256 * 1024
@@ -190,24 +191,24 @@ _READING: Final = ("behind", "snapshot")
 
 
 class Replayer:
-    """All reading on behalf of subscriptions; a few at once, so that live matching is not delayed."""
+    """Reads for subscriptions that are behind; few at a time, so that live matching is not delayed."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._turns = asyncio.Semaphore(gateway.limits.watch_replays)
-        self._snapshot_turns = asyncio.Semaphore(gateway.limits.watch_snapshots)
+        self._read_slots = asyncio.Semaphore(gateway.limits.watch_replays)
+        self._snapshot_slots = asyncio.Semaphore(gateway.limits.watch_snapshots)
         self._overflow_s = gateway.limits.watch_overflow_ms / 1000
         self.snapshots = 0
         self.snapshot_documents = 0
 
     def follow(self, subscription: Subscription) -> None:
-        """Reads from the log until there is nothing left to read."""
+        """Read from the log until the subscription has caught up."""
         self._run(subscription, self._follow(subscription))
 
     def snapshot(self, subscription: Subscription) -> None:
-        """Sends what there is, then what happened meanwhile."""
+        """Send the matching documents, then the changes since."""
         subscription.state = "snapshot"
-        subscription.own = list(subscription.watched.applied)
+        subscription.client_positions = list(subscription.watched.applied)
         subscription.newer = {}
         self.snapshots += 1
         self._run(subscription, self._snapshot(subscription))
@@ -225,50 +226,54 @@ class Replayer:
             session.invalidate(subscription, "cost-exceeded")
         except BeforeUnknownError:
             session.invalidate(subscription, "too-far-behind")
-        except TailraceError as refusal:
-            reason = "retention" if refusal.code == "offset_gone" else "gap"
+        except TailraceError as error:
+            reason = "retention" if error.code == "offset_gone" else "gap"
             if subscription.state == "snapshot" and reason != "retention":
-                session.fail(subscription, "snapshot_failed", refusal.message)
+                session.fail(subscription, "snapshot_failed", error.message)
             else:
                 session.invalidate(subscription, reason)
         except Exception:
-            logger.exception("reading for a subscription failed")
+            logger.exception("replay failed")
             session.invalidate(subscription, "gap")
 
     # -- the log ---------------------------------------------------------------------------------------
 
     async def _follow(self, subscription: Subscription) -> None:
-        """Ends when the subscription is live, paused, or no more."""
+        """Ends when the subscription is live, paused or released."""
         watched = subscription.watched
         while subscription.state in _READING:
-            if not await self._room(subscription):
+            if not await self._wait_for_room(subscription):
                 return
             if watched.state != "live":
-                await asyncio.sleep(POLL_S)  # while it loads nobody is told anything
+                await asyncio.sleep(POLL_S)  # nothing is delivered while it loads
                 continue
             partition = _next_partition_behind(subscription)
             if partition is None:
-                self._caught_up(subscription)
+                self._go_live(subscription)
                 return
             collection = watched.collection
-            assert collection is not None, "what does not exist lacks nothing"
+            assert collection is not None, "a missing collection has no changes"
             await self._read(subscription, collection, partition)
 
     async def _read(self, subscription: Subscription, collection: Collection, partition: int) -> None:
-        gateway, own = self._gateway, subscription.own
-        stream = gateway.book.log.find(collection.stream(partition))
+        gateway, own = self._gateway, subscription.client_positions
+        stream = gateway.registry.log.find(collection.stream(partition))
         if stream is None or stream.earliest > own[partition]:
             subscription.session.invalidate(subscription, "retention")
             return
-        ahead = gateway.delivered.ahead(subscription, partition) if subscription.state == "behind" else None
+        ahead = (
+            gateway.delivered.relevant_after(subscription, partition)
+            if subscription.state == "behind"
+            else None
+        )
         if ahead is not None and ahead.seqs is not None:
             last = min(ahead.last, collection.applied[partition])
-            await self._jump(
+            await self._read_relevant(
                 subscription, stream, partition, [seq for seq in ahead.seqs if seq <= last], last
             )
             return
-        async with self._turns:
-            page = await gateway.book.log.reader.read_labelled(
+        async with self._read_slots:
+            page = await gateway.registry.log.reader.read_labelled(
                 stream, own[partition], PAGE_BYTES, PAGE_ENTRIES
             )
         assert page.labels is not None
@@ -276,76 +281,80 @@ class Replayer:
         time_slice = TimeSlice()
         for seq, raw, time_ns in zip(page.entries(), page.parts, page.labels.times, strict=True):
             if subscription.state not in _READING or seq > min(last, collection.applied[partition]):
-                return  # it is over, or the collection itself has not looked at this yet
+                return  # released, or not yet applied to the collection
             change = decode_change(bytes(raw), partition, seq, time_ns)
             if change is not None and _was_sent(subscription, change.entry.documentKey, seq):
-                subscription.watched.tally.dropped["snapshot"] += 1
+                subscription.watched.counters.dropped["snapshot"] += 1
             elif change is not None:
                 complete_from_cache(collection, change)
                 _send_change(subscription, stream, change)
             own[partition] = seq
-            if subscription.full and subscription.state == "behind":
+            if subscription.is_unacked_full and subscription.state == "behind":
                 subscription.state = "paused"
                 return
             if time_slice.is_over:
-                await time_slice.give_way()
+                await time_slice.yield_to_loop()
 
-    async def _jump(
+    async def _read_relevant(
         self, subscription: Subscription, stream: Stream, partition: int, seqs: list[int], last: int
     ) -> None:
-        """Reads only what concerns the subscription, as somebody else has found; that is judged again."""
-        gateway, own, begun = self._gateway, subscription.own, subscription.own[partition]
+        """Read only the changes that a delivery named as relevant; each is matched again."""
+        gateway, own, begun = (
+            self._gateway,
+            subscription.client_positions,
+            subscription.client_positions[partition],
+        )
         for seq in seqs:
-            async with self._turns:
-                page = await gateway.book.log.reader.read_labelled(stream, seq - 1, PAGE_BYTES, 1)
+            async with self._read_slots:
+                page = await gateway.registry.log.reader.read_labelled(stream, seq - 1, PAGE_BYTES, 1)
             if subscription.state != "behind" or subscription.watched.state != "live":
                 return
             assert page.labels is not None
             change = decode_change(bytes(page.parts[0]), partition, seq, page.labels.times[0])
             if change is None or not _send_change(subscription, stream, change):
-                gateway.delivered.doubt(subscription)
+                gateway.delivered.distrust(subscription)
                 return
             own[partition] = seq
-            if subscription.full:
+            if subscription.is_unacked_full:
                 subscription.state = "paused"
                 return
-            if not await self._room(subscription):
+            if not await self._wait_for_room(subscription):
                 return
-        gateway.delivered.passed(last - begun - len(seqs))
+        gateway.delivered.count_skipped(last - begun - len(seqs))
         own[partition] = last
 
-    def _caught_up(self, subscription: Subscription) -> None:
-        """Nothing has happened since the last look: this is the same turn of the loop."""
+    def _go_live(self, subscription: Subscription) -> None:
+        """Must run in the same loop iteration as the check that nothing is missing."""
         was_snapshot = subscription.state == "snapshot"
-        if not was_snapshot and subscription.full:
+        if not was_snapshot and subscription.is_unacked_full:
             subscription.state = "paused"
             return
         self._gateway.go_live(subscription)
         if was_snapshot:
             subscription.session.end_snapshot(subscription)
 
-    async def _room(self, subscription: Subscription) -> bool:
-        """Waits until the client has taken enough; False if the subscription is over.
+    async def _wait_for_room(self, subscription: Subscription) -> bool:
+        """Wait until the connection has room; False if the subscription ended.
 
-        One that takes nothing for too long is told that it has to begin again. Time is told by the clock:
-        how often somebody is woken says nothing.
+        A client that reads nothing for too long must resync. This is measured by the clock, since wake-ups
+        are irregular.
         """
         session, loop = subscription.session, self._gateway.context.loop
-        progress_at, taken = loop.time(), session.taken_bytes
+        progress_at, sent = loop.time(), session.sent_bytes
         while subscription.state in _READING:
-            if session.has_room and not self._waits(subscription):
+            if session.has_room and not self._must_wait(subscription):
                 return True
             session.drained.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(session.drained.wait(), POLL_S)
-            if session.taken_bytes != taken or session.has_room:
-                progress_at, taken = loop.time(), session.taken_bytes
+            if session.sent_bytes != sent or session.has_room:
+                progress_at, sent = loop.time(), session.sent_bytes
             elif loop.time() - progress_at >= self._overflow_s:
                 session.invalidate(subscription, "overflow", retry_after_ms=1000)
         return False
 
-    def _waits(self, subscription: Subscription) -> bool:
-        """Snapshots, and those that can wait, step back while there is too much unsent to everybody."""
+    def _must_wait(self, subscription: Subscription) -> bool:
+        """Snapshots and low priority wait while the gateway has too many unsent bytes."""
         optional = subscription.state == "snapshot" or subscription.options.priority == "low"
         return optional and self._gateway.shedding
 
@@ -355,8 +364,8 @@ class Replayer:
         gateway, begun = self._gateway, time.monotonic()
         while subscription.watched.state != "live":
             await asyncio.sleep(POLL_S)
-            subscription.own = list(subscription.watched.applied)  # where the snapshot begins
-        async with self._snapshot_turns:
+            subscription.client_positions = list(subscription.watched.applied)  # start of the snapshot
+        async with self._snapshot_slots:
             pages, count = await self._pages(subscription)
         if subscription.state != "snapshot":
             return
@@ -366,12 +375,12 @@ class Replayer:
         gateway.context.telemetry.watch_snapshot_seconds.observe(time.monotonic() - begun)
 
     async def _pages(self, subscription: Subscription) -> tuple[int, int]:
-        """Sends the rows that match, page by page; tells how many pages and rows there were."""
+        """Send the matching rows in pages; returns the number of pages and rows."""
         gateway, session = self._gateway, subscription.session
         collection = subscription.watched.collection
         pages = count = 0
         if collection is not None:
-            gateway.book.check_applied(collection)
+            gateway.registry.check_applied(collection)
             rows: list[bytes] = []
             size = 0
             async for row in self._matching(subscription, collection):
@@ -380,16 +389,16 @@ class Replayer:
                     len(rows) >= gateway.limits.watch_snapshot_documents
                     or size + len(entry) > gateway.limits.watch_snapshot_bytes
                 ):
-                    if not await self._room(subscription):
+                    if not await self._wait_for_room(subscription):
                         return pages, count
                     session.send_snapshot(subscription, pages, rows)
                     pages, rows, size = pages + 1, [], 0
                 rows.append(entry)
                 size += len(entry)
                 count += 1
-                self._note(subscription, row)
+                self._track_newer_row(subscription, row)
             if rows:
-                if not await self._room(subscription):
+                if not await self._wait_for_room(subscription):
                     return pages, count
                 session.send_snapshot(subscription, pages, rows)
                 pages += 1
@@ -398,23 +407,25 @@ class Replayer:
             pages = 1
         return pages, count
 
-    def _note(self, subscription: Subscription, row: DocumentRow) -> None:
-        """A row may be newer than where the snapshot began: then its older changes must not follow it."""
+    def _track_newer_row(self, subscription: Subscription, row: DocumentRow) -> None:
+        """A row may be newer than the start of the snapshot: its older changes must not follow it."""
         newer = subscription.newer
         assert newer is not None
-        if len(subscription.own) <= row.partition:
-            return  # the collection came into being meanwhile: all its changes follow
-        if row.seq > subscription.own[row.partition]:
+        if len(subscription.client_positions) <= row.partition:
+            return  # created meanwhile: all its changes follow
+        if row.seq > subscription.client_positions[row.partition]:
             newer[row.id] = row.seq
             if len(newer) > NEWER_MAX:
-                raise TailraceError("overloaded", "too much changes while the snapshot is read")
+                raise TailraceError(
+                    "overloaded", f"more than {NEWER_MAX} documents changed while the snapshot was read"
+                )
 
     async def _matching(
         self, subscription: Subscription, collection: Collection
     ) -> AsyncIterator[DocumentRow]:
-        """The rows that match, in the order asked for; read in pieces, each as the view is then."""
-        now, query = self._gateway.book.view.now, subscription.query
-        matches, time_slice = subscription.interest.whole.matches, TimeSlice()
+        """The matching rows in the order of the query; each piece is read from the current view."""
+        now, query = self._gateway.registry.view.current, subscription.query
+        matches, time_slice = subscription.interest.predicate.matches, TimeSlice()
         if query.order:
             ids = await self._ordered_ids(subscription, collection)
         elif query.documents is not None:
@@ -427,21 +438,21 @@ class Replayer:
                     if matches(flatten_row(collection, row)):
                         yield row
                     if time_slice.is_over:
-                        await time_slice.give_way()
+                        await time_slice.yield_to_loop()
                 if not rows:
                     return
                 after = rows[-1].id
             return
         for document_id in ids:
-            for row in now.documents_named(collection.number, [document_id]):
+            for row in now.documents_by_id(collection.number, [document_id]):
                 if matches(flatten_row(collection, row)):
                     yield row
             if time_slice.is_over:
-                await time_slice.give_way()
+                await time_slice.yield_to_loop()
 
     async def _ordered_ids(self, subscription: Subscription, collection: Collection) -> list[str]:
-        now, order = self._gateway.book.view.now, subscription.query.order
-        matches, time_slice = subscription.interest.whole.matches, TimeSlice()
+        now, order = self._gateway.registry.view.current, subscription.query.order
+        matches, time_slice = subscription.interest.predicate.matches, TimeSlice()
         keys: list[tuple[Any, ...]] = []
         after = ""
         while subscription.state == "snapshot":
@@ -451,9 +462,11 @@ class Replayer:
                 if matches(flat):
                     keys.append(sort_key(sort_values(flat, order), row.id, order))
                 if time_slice.is_over:
-                    await time_slice.give_way()
+                    await time_slice.yield_to_loop()
             if len(keys) > ORDERED_MAX:
-                raise TailraceError("overloaded", f"more than {ORDERED_MAX} documents cannot be ordered")
+                raise TailraceError(
+                    "overloaded", f"an ordered snapshot must have at most {ORDERED_MAX} documents"
+                )
             if not rows:
                 break
             after = rows[-1].id
@@ -462,26 +475,26 @@ class Replayer:
 
 
 def _next_partition_behind(subscription: Subscription) -> int | None:
-    """A partition with changes that the client does not have."""
+    """A partition with changes that were not sent to the client."""
     applied = subscription.watched.applied
-    if len(subscription.own) != len(applied):
-        # The collection came into being meanwhile, with a number of partitions that nobody could know.
-        subscription.own = [0] * len(applied)
-    for partition, seq in enumerate(subscription.own):
+    if len(subscription.client_positions) != len(applied):
+        # The collection was created meanwhile, possibly with another number of partitions.
+        subscription.client_positions = [0] * len(applied)
+    for partition, seq in enumerate(subscription.client_positions):
         if seq < applied[partition]:
             return partition
     return None
 
 
 def _send_change(subscription: Subscription, stream: Stream, change: Change) -> bool:
-    """Sends what a change is to the subscription; False if it is nothing to it."""
-    event = subscription.interest.event(change)
+    """Send a change if it matches; False if it does not."""
+    event = subscription.interest.classify(change)
     if event is None:
         return False
     op, reason = event
     content = envelopes.encode_delta(change, op, reason, subscription.options.include_data)
     lsn = change.lsn or stream.offset(change.seq)
-    subscription.session.replayed(subscription, change, lsn, op, content)
+    subscription.session.send_replayed(subscription, change, lsn, op, content)
     return True
 
 

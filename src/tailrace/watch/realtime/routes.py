@@ -1,4 +1,4 @@
-"""`/realtime/ws` and `/realtime/sse`: the gateway on its two wires."""
+"""The routes `/realtime/ws` and `/realtime/sse`: the two transports of realtime sessions."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class WebSocketTransport:
     def __init__(self) -> None:
         self.connection: WebSocketConnection | None = None
 
-    def send(self, frame: Envelope, token: str | None) -> int:
+    def send(self, envelope: Envelope, token: str | None) -> int:
         assert self.connection is not None
-        encoded = frame.websocket
+        encoded = envelope.websocket
         self.connection.send_encoded(encoded)
         return len(encoded)
 
@@ -75,10 +75,10 @@ class SseTransport:
     def __init__(self, outlet: ResponseStream) -> None:
         self._outlet = outlet
 
-    def send(self, frame: Envelope, token: str | None) -> int:
-        """An empty token clears the one that the browser has kept."""
+    def send(self, envelope: Envelope, token: str | None) -> int:
+        """An empty token clears the last event id stored by the browser."""
         head = b"" if token is None else b"id: %b\n" % token.encode()
-        data = b"%bdata: %b\n\n" % (head, frame.body)
+        data = b"%bdata: %b\n\n" % (head, envelope.body)
         self._outlet.write(data)
         return len(data)
 
@@ -95,7 +95,7 @@ class SseTransport:
 
 
 class WebSocketHandler:
-    """What the WebSocket layer calls: messages in, one by one."""
+    """Callbacks of the WebSocket layer: reads and dispatches client messages."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -119,15 +119,15 @@ class WebSocketHandler:
         except MessageRefusedError as refused:
             more = dict(refused.more)
             close = more.pop("close", None)
-            session.refuse(message_id, refused.code, refused.message, **more)
+            session.send_error(message_id, refused.code, refused.message, **more)
             if refused.code == "bad_message":
                 self._bad += 1
                 close = 4400 if self._bad >= BAD_IN_A_ROW else close
             if close is not None:
                 session.close(close, refused.code)
-        except TailraceError as refusal:
-            retry = None if refusal.retry_after_s is None else refusal.retry_after_s * 1000
-            session.refuse(message_id, refusal.code, refusal.message, retry_after_ms=retry)
+        except TailraceError as error:
+            retry = None if error.retry_after_s is None else error.retry_after_s * 1000
+            session.send_error(message_id, error.code, error.message, retry_after_ms=retry)
 
     def _within_rate(self, session: RealtimeSession) -> bool:
         now = self._gateway.context.loop.time()
@@ -141,7 +141,7 @@ class WebSocketHandler:
         if self._limited >= LIMITED_IN_A_ROW:
             session.close(4429, "rate_limited")
         elif self._limited == 1:
-            session.refuse(None, "rate_limited", "too many messages", retry_after_ms=1000)
+            session.send_error(None, "rate_limited", "too many messages", retry_after_ms=1000)
         return False
 
     def _read(self, data: bytes, is_text: bool) -> dict[str, Any]:
@@ -150,14 +150,14 @@ class WebSocketHandler:
         except orjson.JSONDecodeError:
             message = None
         if not isinstance(message, dict):
-            raise MessageRefusedError("bad_message", "a message is a JSON object in a text frame")
+            raise MessageRefusedError("bad_message", "a message must be a JSON object in a text frame")
         found = cast("dict[str, Any]", message)
         if found.get("version", 1) != 1:
-            raise MessageRefusedError("unsupported_version", "this server speaks version 1", close=4400)
+            raise MessageRefusedError("unsupported_version", "version must be 1", close=4400)
         message_id = found.get("id")
         if message_id is not None and (not isinstance(message_id, str) or len(message_id) > 256):
             found["id"] = None
-            raise MessageRefusedError("bad_message", "the id of a message is a text")
+            raise MessageRefusedError("bad_message", "id must be a string of at most 256 characters")
         return found
 
     def _handle(self, session: RealtimeSession, message_id: str | None, message: dict[str, Any]) -> None:
@@ -165,35 +165,35 @@ class WebSocketHandler:
         if kind == "resume" and "payload" not in message:
             payload = {key: value for key, value in message.items() if key not in ("id", "type", "version")}
         if not isinstance(payload, dict):
-            raise MessageRefusedError("bad_message", "a payload is an object")
-        given = cast("dict[str, Any]", payload)
+            raise MessageRefusedError("bad_message", "payload must be an object")
+        params = cast("dict[str, Any]", payload)
         if kind == "auth":
-            authenticate(session, message_id, given)
+            authenticate(session, message_id, params)
             return
         if kind not in ("subscribe", "unsubscribe", "resume", "ack", "heartbeat", "stream"):
-            raise MessageRefusedError("bad_message", f"there are no messages of type {str(kind)[:40]!r}")
+            raise MessageRefusedError("bad_message", f"unknown message type {str(kind)[:40]!r}")
         if session.identity is None:
-            raise MessageRefusedError("unauthorized", "say who you are first: auth", close=4401)
+            raise MessageRefusedError("unauthorized", "not authenticated, send auth first", close=4401)
         if session.database is None:
-            raise MessageRefusedError("invalid_auth", "auth names the database", close=4401)
+            raise MessageRefusedError("invalid_auth", "auth must name the database", close=4401)
         if kind == "subscribe":
-            subscribe(session, message_id, given)
+            subscribe(session, message_id, params)
         elif kind == "unsubscribe":
-            if not stop_stream(session, message_id, given):
-                unsubscribe(session, message_id, given)
+            if not stop_stream(session, message_id, params):
+                unsubscribe(session, message_id, params)
         elif kind == "stream" and self._gateway.on_stream is not None:
-            self._gateway.on_stream(session, message_id, given)
+            self._gateway.on_stream(session, message_id, params)
         elif kind == "resume":
-            resume(session, message_id, given, flat_form="payload" not in message)
+            resume(session, message_id, params, flat_form="payload" not in message)
         elif kind == "ack":
-            acknowledge(session, given)
+            acknowledge(session, params)
         else:
             session.send_tokens()
 
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
         assert self.session is not None
         bytes_max = self._gateway.limits.watch_message_bytes
-        self.session.refuse(None, "message_too_large", f"a message has at most {bytes_max} bytes")
+        self.session.send_error(None, "message_too_large", f"a message must have at most {bytes_max} bytes")
         self.session.close(1009, "message_too_large")
 
     def on_drain(self) -> None:
@@ -201,11 +201,11 @@ class WebSocketHandler:
             self.session.on_drain()
 
     def on_silence(self) -> None:
-        """The close says it all."""
+        """Nothing to do: `on_close` follows."""
 
     def on_close(self, code: int, reason: str) -> None:
         if self.session is not None:
-            self.session.gone()
+            self.session.on_gone()
 
 
 class RealtimeRoutes:
@@ -214,47 +214,49 @@ class RealtimeRoutes:
         self._origins = AllowedOrigins(gateway.context.settings)
 
     def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
-        """A connection may say who it is with the upgrade, or in its first message."""
+        """Authentication is in the upgrade request or in the first message."""
         if method not in (b"GET", b"HEAD"):
             raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         query = self._query(exchange)
         if not exchange.wants_websocket():
             raise TailraceError(
-                "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
+                "upgrade_required",
+                "this path requires a WebSocket upgrade",
+                headers=(("Upgrade", "websocket"),),
             )
         self._origins.check_websocket(exchange)
         self._check_room()
         identity: Identity | None = None
         if self._gateway.verifier is None or b"authorization" in exchange.headers:
-            identity = self._identified(exchange, identify)
+            identity = self._identify(exchange, identify)
         database = query.get("database")
         if identity is not None:
             database = database or default_database(identity)
             if database is not None:
                 authorise(identity, Action.WATCH, db=database)
-                self._gateway.book.database(database)
-        client, wire = WebSocketHandler(self._gateway), WebSocketTransport()
+                self._gateway.registry.database(database)
+        client, transport = WebSocketHandler(self._gateway), WebSocketTransport()
         offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
         chosen = SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
-        wire.connection = exchange.upgrade_websocket(
+        transport.connection = exchange.upgrade_websocket(
             client, subprotocol=chosen, message_bytes=self._gateway.limits.watch_message_bytes
         )
-        client.session = RealtimeSession(self._gateway, wire, identity, database)
+        client.session = RealtimeSession(self._gateway, transport, identity, database)
 
-    def _identified(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
+    def _identify(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
         try:
             return identify(exchange)
-        except TailraceError as refusal:
-            self._gateway.auth_failed(refusal.code)
+        except TailraceError as error:
+            self._gateway.count_auth_failure(error.code)
             raise
 
     def events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
-        """An EventSource that comes back to what is not there any more, or not for it, is told to stop."""
+        """204 stops an EventSource that reconnects to something it may no longer read."""
         try:
             self._events(exchange, method, identify)
-        except TailraceError as refusal:
-            comes_back = method == b"GET" and b"last-event-id" in exchange.headers
-            if not comes_back or refusal.code not in ("forbidden", "not_found"):
+        except TailraceError as error:
+            reconnects = method == b"GET" and b"last-event-id" in exchange.headers
+            if not reconnects or error.code not in ("forbidden", "not_found"):
                 raise
             exchange.respond(204, responses.NO_STORE)
 
@@ -262,29 +264,29 @@ class RealtimeRoutes:
         if method in (b"GET", b"HEAD"):
             query = self._query(exchange)
             if "ticket" in query:
-                identity, request = self._redeemed(query["ticket"])
+                identity, request = self._redeem_ticket(query["ticket"])
             else:
-                identity = self._identified(exchange, identify)
+                identity = self._identify(exchange, identify)
                 _check_scope(identity)
-                request = _request_of(query)
+                request = _request_from_query(query)
         elif method == b"POST":
-            identity = self._identified(exchange, identify)
+            identity = self._identify(exchange, identify)
             _check_scope(identity)
-            request = self._posted(exchange)
+            request = self._read_body(exchange)
         else:
             raise responses.method_not_allowed("GET, POST, HEAD, OPTIONS")
         database = request.get("database") or default_database(identity)
         if not isinstance(database, str):
             authorise(identity, Action.WATCH, db="")
-            raise TailraceError("invalid_request", "the request names the database")
+            raise TailraceError("invalid_request", "database is required")
         authorise(identity, Action.WATCH, db=database)
-        self._gateway.book.database(database)
-        listed = _subscriptions(request)
+        self._gateway.registry.database(database)
+        listed = _read_subscriptions(request)
         for one in listed:
-            read_query(one.get("query"), live=True)  # what is wrong is said while there is a status to say it
+            read_query(one.get("query"), live=True)  # reject invalid queries before the response starts
         accepts = exchange.headers.get(b"accept", b"")
         if method == b"POST" and b"application/json" in accepts and b"text/event-stream" not in accepts:
-            self._give_ticket(exchange, identity, {**request, "database": database})
+            self._issue_ticket(exchange, identity, {**request, "database": database})
             return
         self._check_room()
         cursor = exchange.headers.get(b"last-event-id", b"").decode("latin-1") or request.get("cursor")
@@ -299,7 +301,7 @@ class RealtimeRoutes:
             outlet.end()
             return
         session = RealtimeSession(self._gateway, SseTransport(outlet), identity, database)
-        outlet.on_gone = session.gone
+        outlet.on_gone = session.on_gone
         outlet.on_drain = session.on_drain
         outlet.write(b": connected\nretry: %d\n\n" % random.randint(1000, 3000))  # noqa: S311 - spreads load
         tokens = _cursor_tokens(cursor)
@@ -309,36 +311,37 @@ class RealtimeRoutes:
             sub_id = one["id"]
             try:
                 if cursor:
-                    # Without a token of its own a subscription cannot go on: it is told so.
+                    # Without its own token a subscription cannot resume and gets resync-required.
                     resume(session, sub_id, {**one, "subId": sub_id, "token": tokens.get(sub_id, "")})
                 else:
                     subscribe(session, sub_id, one)
             except MessageRefusedError as refused:
                 more = {key: value for key, value in refused.more.items() if key != "close"}
-                session.refuse(sub_id, refused.code, refused.message, **more)
+                session.send_error(sub_id, refused.code, refused.message, **more)
                 session.close(1000, refused.code)
-            except TailraceError as refusal:
-                session.refuse(sub_id, refusal.code, refusal.message, sub_id=sub_id)
-                session.close(1000, refusal.code)
+            except TailraceError as error:
+                session.send_error(sub_id, error.code, error.message, sub_id=sub_id)
+                session.close(1000, error.code)
         if cursor and not any(one.state != "invalid" for one in session.subscriptions.values()):
-            session.close(1000, "nothing could be resumed")
+            session.close(1000, "no subscription could be resumed")
 
-    def _posted(self, exchange: Exchange) -> dict[str, Any]:
-        if len(exchange.body) > self._gateway.limits.watch_message_bytes:
-            raise TailraceError("payload_too_large", "the request is too large")
+    def _read_body(self, exchange: Exchange) -> dict[str, Any]:
+        bytes_max = self._gateway.limits.watch_message_bytes
+        if len(exchange.body) > bytes_max:
+            raise TailraceError("payload_too_large", f"the body must have at most {bytes_max} bytes")
         try:
-            given = orjson.loads(exchange.body)
+            params = orjson.loads(exchange.body)
         except orjson.JSONDecodeError:
-            raise TailraceError("invalid_json", "the request is a JSON object") from None
-        if not isinstance(given, dict):
-            raise TailraceError("invalid_request", "the request is a JSON object")
-        return cast("dict[str, Any]", given)
+            raise TailraceError("invalid_json", "the body must be a JSON object") from None
+        if not isinstance(params, dict):
+            raise TailraceError("invalid_request", "the body must be a JSON object")
+        return cast("dict[str, Any]", params)
 
-    def _give_ticket(self, exchange: Exchange, identity: Identity, request: dict[str, Any]) -> None:
+    def _issue_ticket(self, exchange: Exchange, identity: Identity, request: dict[str, Any]) -> None:
         """For browsers, whose EventSource cannot set headers."""
         signer = self._gateway.signer
         if signer is None:
-            raise TailraceError("unavailable", "the server cannot sign tickets yet")
+            raise TailraceError("unavailable", "the token signing key is not available yet, retry")
         expires_s = self._gateway.now_s() + TICKET_S_MAX
         if identity.expires_at is not None:
             expires_s = min(expires_s, identity.expires_at)
@@ -359,16 +362,16 @@ class RealtimeRoutes:
         body = {"ticket": signer.ticket(ticket), "expiresAt": int(expires_s * 1000)}
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-    def _redeemed(self, text: str) -> tuple[Identity, dict[str, Any]]:
+    def _redeem_ticket(self, text: str) -> tuple[Identity, dict[str, Any]]:
         signer = self._gateway.signer
         ticket = None if signer is None else signer.read_ticket(text)
         verifier = self._gateway.verifier
-        # What was given while nobody needed a token is worth nothing where everybody does.
-        unvouched = ticket is not None and verifier is not None and not ticket.vouched_by
-        if ticket is None or unvouched or ticket.expires_s <= self._gateway.now_s():
+        # Tickets issued while authentication was off are invalid once it is on.
+        unauthenticated = ticket is not None and verifier is not None and not ticket.vouched_by
+        if ticket is None or unauthenticated or ticket.expires_s <= self._gateway.now_s():
             raise TailraceError(
                 "unauthorized",
-                "the ticket is not good, or not any more",
+                "the ticket is invalid or expired",
                 headers=(("WWW-Authenticate", 'Bearer realm="tailrace"'),),
             )
         identity = Identity(
@@ -388,73 +391,73 @@ class RealtimeRoutes:
         return identity, orjson.loads(ticket.request)
 
     def _query(self, exchange: Exchange) -> dict[str, str]:
-        """The parameters; a secret among them would be in every log on the way."""
+        """The query parameters; secrets are rejected because URLs appear in logs."""
         try:
-            given = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
+            params = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
         except ValueError:
-            raise TailraceError("invalid_request", "the query string cannot be read") from None
-        if _SECRET_PARAMS & {name.lower() for name in given}:
-            raise TailraceError("invalid_request", "a token goes into a header or a message, not into a URL")
-        return {name: values[-1] for name, values in given.items()}
+            raise TailraceError("invalid_request", "the query string is invalid") from None
+        if _SECRET_PARAMS & {name.lower() for name in params}:
+            raise TailraceError("invalid_request", "send the token in a header or a message, not in the URL")
+        return {name: values[-1] for name, values in params.items()}
 
     def _check_room(self) -> None:
         if len(self._gateway.sessions) >= self._gateway.limits.watch_connections:
-            raise TailraceError("overloaded", "there are too many realtime connections")
+            raise TailraceError("overloaded", "too many realtime connections, retry later")
 
 
 def _check_scope(identity: Identity) -> None:
-    """Before anything is read: whoever may watch nothing learns nothing."""
+    """Checked before the request is parsed, so that unauthorized clients learn nothing."""
     if identity.public or not identity.scopes & Action.WATCH.scopes:
         authorise(identity, Action.WATCH, db="")
 
 
-def _request_of(query: dict[str, str]) -> dict[str, Any]:
-    """One subscription, said in a URL."""
+def _request_from_query(query: dict[str, str]) -> dict[str, Any]:
+    """The request of a URL with one subscription."""
     known = {"database", "collection", "filters", "where", "snapshot", "includeData", "autoResync", "cursor"}
     if unknown := sorted(set(query) - known):
         raise TailraceError("invalid_request", f"unknown parameter {unknown[0]!r}")
-    asked: dict[str, Any] = {"collection": query.get("collection")}
+    selection: dict[str, Any] = {"collection": query.get("collection")}
     if "where" in query:
-        asked["where"] = query["where"]
+        selection["where"] = query["where"]
     if "filters" in query:
         try:
-            asked["filters"] = orjson.loads(query["filters"])
+            selection["filters"] = orjson.loads(query["filters"])
         except orjson.JSONDecodeError:
-            raise TailraceError("invalid_query", "filters is a JSON array") from None
+            raise TailraceError("invalid_query", "filters must be a JSON array") from None
     one = {
         "id": "default",
-        "query": asked,
-        "sendSnapshot": _flag(query, "snapshot", "0"),
-        "includeData": _flag(query, "includeData", "1"),
-        "autoResync": _flag(query, "autoResync", "0"),
+        "query": selection,
+        "sendSnapshot": _read_flag(query, "snapshot", "0"),
+        "includeData": _read_flag(query, "includeData", "1"),
+        "autoResync": _read_flag(query, "autoResync", "0"),
     }
     return {"database": query.get("database"), "cursor": query.get("cursor"), "subscriptions": [one]}
 
 
-def _flag(query: dict[str, str], name: str, default: str) -> bool:
-    given = query.get(name, default)
-    if given not in ("0", "1", "true", "false"):
-        raise TailraceError("invalid_request", f"{name} is 0 or 1")
-    return given in ("1", "true")
+def _read_flag(query: dict[str, str], name: str, default: str) -> bool:
+    params = query.get(name, default)
+    if params not in ("0", "1", "true", "false"):
+        raise TailraceError("invalid_request", f"{name} must be 0 or 1")
+    return params in ("1", "true")
 
 
-def _subscriptions(request: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_subscriptions(request: dict[str, Any]) -> list[dict[str, Any]]:
     listed = request.get("subscriptions")
     if not isinstance(listed, list) or not 1 <= len(cast("list[Any]", listed)) <= SSE_SUBSCRIPTIONS_MAX:
         raise TailraceError(
-            "invalid_request", f"subscriptions is a list of 1 to {SSE_SUBSCRIPTIONS_MAX} objects"
+            "invalid_request", f"subscriptions must be a list of 1 to {SSE_SUBSCRIPTIONS_MAX} objects"
         )
     found: list[dict[str, Any]] = []
     for item in cast("list[Any]", listed):
         one = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
         if not isinstance(one.get("id"), str):
-            raise TailraceError("invalid_request", "a subscription has an id and a query")
+            raise TailraceError("invalid_request", "a subscription must have an id and a query")
         found.append(one)
     return found
 
 
 def _cursor_tokens(cursor: Any) -> dict[str, str]:
-    """What `connection_token` made: a token for each subscription."""
+    """The tokens by subscription of a `connection_token`."""
     try:
         found: Any = orjson.loads(bytes.fromhex(cursor))
     except (ValueError, TypeError):

@@ -1,8 +1,6 @@
 """A realtime session: authentication, delivery, flow control and heartbeats of one connection.
 
-A realtime connection: what it watches, what it is told, and how much of that is still unsent.
-
-Who is at the other end of a realtime connection: said once, renewed, and over at some time.
+The session is independent of the transport (WebSocket or SSE, see `routes`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 
 SOFT, HARD, RECOVER = 0.7, 0.9, 0.6
-CHECK_INTERVAL_S_MAX: Final = 5.0  # between two looks at a connection to which nothing is unsent
+CHECK_INTERVAL_S_MAX: Final = 5.0  # between two checks of an idle connection
 _RESYNC_REASONS: Final = frozenset(
     ("gap", "generation", "retention", "too-far-behind", "rule-changed", "overflow", "token-invalid")
 ) | frozenset(("query-changed", "auth-changed", "stale", "truncate"))
@@ -43,12 +41,12 @@ _RESYNC_REASONS: Final = frozenset(
 class RealtimeTransport(Protocol):
     """How envelopes reach the client."""
 
-    name: str  # as metrics have it
-    each_token: bool  # every envelope goes with a token for the whole connection
+    name: str  # label in metrics
+    each_token: bool  # every message carries a token for the whole connection
 
-    def send(self, frame: Envelope, token: str | None) -> int: ...
+    def send(self, envelope: Envelope, token: str | None) -> int: ...
     def keep_alive(self) -> int:
-        """Called when nothing was sent for a while: bytes that say that the connection lives, if any."""
+        """Send a keep-alive after a silence, if the transport needs one; returns its bytes."""
         ...
 
     def close(self, code: int, reason: str) -> None: ...
@@ -57,19 +55,19 @@ class RealtimeTransport(Protocol):
 
 
 class RealtimeSession:
-    """Who is at the other end, and what they watch."""
+    """One connection: its identity, database and subscriptions."""
 
     def __init__(
-        self, gateway: Gateway, wire: RealtimeTransport, identity: Identity | None, database: str | None
+        self, gateway: Gateway, transport: RealtimeTransport, identity: Identity | None, database: str | None
     ) -> None:
         self.gateway = gateway
-        self.wire = wire
-        self.identity = identity  # None until they said who they are
+        self.transport = transport
+        self.identity = identity  # None until authenticated
         self.database = database
         self.id = f"c_{secrets.token_hex(6)}"
         self.subscriptions: dict[str, Subscription] = {}
         self.snapshot_sizes: dict[str, tuple[int, int]] = {}
-        self.streams: dict[str, asyncio.Task[None]] = {}  # of replication
+        self.streams: dict[str, asyncio.Task[None]] = {}  # replication streams
         self.drained = asyncio.Event()
         self.tokens_each = False
         self.checksum = False
@@ -77,44 +75,44 @@ class RealtimeSession:
         now = gateway.context.loop.time()
         self.opened_at = now
         self._sent_bytes = 0
-        self._taken_before = 0
+        self._sent_bytes_before = 0
         self._progress_at = now
         self._beat_at = now
         self._sent_before: int = 0
         self._quiet_since = now
-        self._told_expiry = False
+        self._expiry_sent = False
         self._was_idle = True
-        self.due_at = 0.0  # when it is to be looked at again; earlier if something is unsent
+        self.due_at = 0.0  # next check; earlier if bytes are unsent
         gateway.opened(self)
 
-    def known_as(self, identity: Identity, database: str) -> None:
-        self.identity, self.database, self._told_expiry = identity, database, False
+    def set_identity(self, identity: Identity, database: str) -> None:
+        self.identity, self.database, self._expiry_sent = identity, database, False
         self.due_at = 0.0
 
     # -- sending ---------------------------------------------------------------------------------------
 
     @property
-    def taken_bytes(self) -> int:
-        return self._sent_bytes - self.wire.unsent_bytes
+    def sent_bytes(self) -> int:
+        return self._sent_bytes - self.transport.unsent_bytes
 
     @property
     def has_room(self) -> bool:
-        return self.wire.unsent_bytes <= RECOVER * self.gateway.limits.watch_outbound_bytes
+        return self.transport.unsent_bytes <= RECOVER * self.gateway.limits.watch_outbound_bytes
 
-    def send(self, frame: Envelope, token: str | None = None) -> None:
+    def send(self, envelope: Envelope, token: str | None = None) -> None:
         if not self.ended:
-            self._sent_bytes += self.wire.send(frame, token)
+            self._sent_bytes += self.transport.send(envelope, token)
 
-    def refuse(self, message_id: str | None, code: str, message: str, **more: Any) -> None:
+    def send_error(self, message_id: str | None, code: str, message: str, **more: Any) -> None:
         self.send(envelopes.error(message_id, code, message, **more))
 
     def close(self, code: int, reason: str) -> None:
         if not self.ended:
-            self.wire.close(code, reason)
-            self.gone()
+            self.transport.close(code, reason)
+            self.on_gone()
 
-    def gone(self) -> None:
-        """The client left, or was sent away."""
+    def on_gone(self) -> None:
+        """The connection is closed: release all subscriptions."""
         if self.ended:
             return
         self.ended = True
@@ -127,28 +125,28 @@ class RealtimeSession:
         self.subscriptions.clear()
         self.gateway.closed(self)
 
-    def forget_invalid(self) -> None:
+    def drop_invalid(self) -> None:
         living = {key: one for key, one in self.subscriptions.items() if one.state != "invalid"}
         self.subscriptions = living
 
     def on_drain(self) -> None:
         self.drained.set()
 
-    def wire_token(self, after: tuple[Subscription, Change] | None = None) -> str | None:
-        """For wires that know one token for everything: that of each subscription that has one."""
-        if not self.wire.each_token:
+    def connection_token(self, after: tuple[Subscription, Change] | None = None) -> str | None:
+        """For transports with one token per connection: the tokens of all subscriptions."""
+        if not self.transport.each_token:
             return None
         found: dict[str, str] = {}
         for subscription in self.subscriptions.values():
             if subscription.state == "snapshot":
-                return None  # cut off here, the snapshot has to begin again
+                return None  # an interrupted snapshot starts again
             if subscription.state == "invalid":
                 continue
             seqs: list[int] | None = None
             if after is not None and after[0] is subscription and len(self.subscriptions) == 1:
                 seqs = list(subscription.positions)
                 seqs[after[1].partition] = after[1].seq
-            found[subscription.id] = self.gateway.position(subscription, seqs)
+            found[subscription.id] = self.gateway.resume_token(subscription, seqs)
         return orjson.dumps(found).hex() if found else None
 
     # -- events ----------------------------------------------------------------------------------------
@@ -163,40 +161,40 @@ class RealtimeSession:
         subscriptions: Sequence[Subscription],
         shared: dict[tuple[str, ...], Envelope],
     ) -> None:
-        """A change to those of the connection's subscriptions that it concerns in the same way."""
+        """Send a change to subscriptions of this connection that receive the same event."""
         ready: list[Subscription] = []
         for subscription in subscriptions:
             if subscription.state != "live":
                 continue
-            if self._takes(subscription):
+            if self._can_send(subscription):
                 ready.append(subscription)
             else:
                 self.gateway.demote(subscription)
         if not ready:
             return
         self.gateway.deliveries[op] += len(ready)
-        if self.tokens_each or self.wire.each_token:
+        if self.tokens_each or self.transport.each_token:
             for subscription in ready:
                 self._send_event(subscription, change, lsn, content)
         else:
             ids = tuple(subscription.id for subscription in ready)
             key = (op, *variant, str(self.checksum), *ids)
-            frame = shared.get(key)
-            if frame is None:
-                frame = shared[key] = envelopes.event(change, lsn, ids, content, None, self.checksum)
-            self.send(frame)
+            envelope = shared.get(key)
+            if envelope is None:
+                envelope = shared[key] = envelopes.event(change, lsn, ids, content, None, self.checksum)
+            self.send(envelope)
         for subscription in ready:
             if subscription.options.max_unacked:
                 self._count_unacked(subscription, change)
 
     def _count_unacked(self, subscription: Subscription, change: Change) -> None:
         subscription.unacked.append((change.partition, change.seq))
-        if subscription.full and subscription.state == "live":
+        if subscription.is_unacked_full and subscription.state == "live":
             self.gateway.demote(subscription, paused=True)
-            subscription.own[change.partition] = change.seq  # which it has been sent
+            subscription.client_positions[change.partition] = change.seq  # already sent
 
-    def _takes(self, subscription: Subscription) -> bool:
-        unsent = self.wire.unsent_bytes
+    def _can_send(self, subscription: Subscription) -> bool:
+        unsent = self.transport.unsent_bytes
         if not unsent:
             return True
         level = unsent / self.gateway.limits.watch_outbound_bytes
@@ -207,16 +205,18 @@ class RealtimeSession:
         if self.tokens_each:
             seqs = list(subscription.positions)
             seqs[change.partition] = change.seq
-            token = self.gateway.position(subscription, seqs)
-        frame = envelopes.event(change, lsn, (subscription.id,), content, token, self.checksum)
-        self.send(frame, self.wire_token((subscription, change)))
+            token = self.gateway.resume_token(subscription, seqs)
+        envelope = envelopes.event(change, lsn, (subscription.id,), content, token, self.checksum)
+        self.send(envelope, self.connection_token((subscription, change)))
 
-    def replayed(self, subscription: Subscription, change: Change, lsn: str, op: str, content: bytes) -> None:
-        """An event that was read from the log; `own` still is the position before it."""
+    def send_replayed(
+        self, subscription: Subscription, change: Change, lsn: str, op: str, content: bytes
+    ) -> None:
+        """Send an event read from the log; `client_positions` is still before it."""
         self.gateway.deliveries[op] += 1
         if subscription.state == "snapshot":
-            frame = envelopes.event(change, lsn, (subscription.id,), content, None, self.checksum)
-            self.send(frame)
+            envelope = envelopes.event(change, lsn, (subscription.id,), content, None, self.checksum)
+            self.send(envelope)
             return
         self._send_event(subscription, change, lsn, content)
         if subscription.options.max_unacked:
@@ -243,21 +243,21 @@ class RealtimeSession:
         }
         self.send(
             envelopes.subscription_notice("snapshot-end", self.database, [subscription.id], payload),
-            self.wire_token(),
+            self.connection_token(),
         )
 
     def fresh_token(self, subscription: Subscription) -> str:
-        subscription.told = sum(subscription.positions)
-        return self.gateway.position(subscription)
+        subscription.token_position_sum = sum(subscription.positions)
+        return self.gateway.resume_token(subscription)
 
     def invalidate(self, subscription: Subscription, reason: str, *, retry_after_ms: int = 0) -> None:
-        """What the client has may be wrong from here on: it is told so, and nothing else follows."""
+        """End a subscription whose results may be wrong: the client must resync."""
         if subscription.state == "invalid" or self.ended:
             return
         assert self.database is not None
         gateway = self.gateway
         gateway.release(subscription)
-        gateway.resynced(reason)
+        gateway.count_resync(reason)
         again = subscription.options.auto_resync and reason in _RESYNC_REASONS
         payload = {
             "subId": subscription.id,
@@ -270,40 +270,42 @@ class RealtimeSession:
             envelopes.subscription_notice("resync-required", self.database, [subscription.id], payload), ""
         )
         if reason == "cost-exceeded":
-            self.refuse(None, "cost_exceeded", "the query took too many steps", sub_id=subscription.id)
+            self.send_error(
+                None, "cost_exceeded", "the query exceeded its evaluation steps", sub_id=subscription.id
+            )
         if again:
             fresh = make_subscription(self, subscription.id, subscription.query, subscription.options)
             register_subscription(fresh)
             gateway.replays.snapshot(fresh)
-        elif self.wire.each_token:
-            self.close(1000, "the subscription has to be made again")
+        elif self.transport.each_token:
+            self.close(1000, "resync required")
 
     def fail(self, subscription: Subscription, code: str, message: str) -> None:
-        """A snapshot that cannot be completed gets no end."""
+        """End a subscription whose snapshot failed; no snapshot-end is sent."""
         if subscription.state != "invalid":
             self.gateway.release(subscription)
-            self.refuse(subscription.id, code, message, sub_id=subscription.id)
+            self.send_error(subscription.id, code, message, sub_id=subscription.id)
 
     # -- time ------------------------------------------------------------------------------------------
 
     def on_tick(self, now: float) -> None:
         limits = self.gateway.limits
-        unsent = self.wire.unsent_bytes
-        taken = self._sent_bytes - unsent
+        unsent = self.transport.unsent_bytes
+        sent = self._sent_bytes - unsent
         was_idle, self._was_idle = self._was_idle, not unsent
-        if taken > self._taken_before or was_idle or not unsent:
-            self._taken_before, self._progress_at = taken, now
+        if sent > self._sent_bytes_before or was_idle or not unsent:
+            self._sent_bytes_before, self._progress_at = sent, now
             self.drained.set()
         elif now - self._progress_at >= limits.watch_stall_ms / 1000:
-            self.close(1013, "the connection takes nothing")
+            self.close(1013, "the client does not read")
             return
         if self.identity is None:
             if now - self.opened_at >= limits.watch_auth_ms / 1000:
-                self.gateway.auth_failed("unauthorized")
-                self.refuse(None, "unauthorized", "nobody said who they are")
-                self.close(4401, "nobody said who they are")
+                self.gateway.count_auth_failure("unauthorized")
+                self.send_error(None, "unauthorized", "authentication timed out")
+                self.close(4401, "authentication timed out")
             return
-        if self._is_over(self.identity):
+        if self._is_expired(self.identity):
             self.close(4401, "the token has expired")
             return
         if now - self._beat_at >= limits.watch_heartbeat_ms / 1000:
@@ -312,68 +314,70 @@ class RealtimeSession:
         if self._sent_bytes != self._sent_before:
             self._sent_before, self._quiet_since = self._sent_bytes, now
         elif now - self._quiet_since >= limits.sse_keep_alive_ms / 1000:
-            self._sent_bytes += self.wire.keep_alive()
-        self.due_at = self._next_look(self.identity, now)
+            self._sent_bytes += self.transport.keep_alive()
+        self.due_at = self._next_check_at(self.identity, now)
 
-    def _next_look(self, identity: Identity, now: float) -> float:
-        """Most connections wait, and there are many of them: nobody looks at each all the time."""
-        if self.wire.each_token:
-            return now  # it counts how long nothing was sent
+    def _next_check_at(self, identity: Identity, now: float) -> float:
+        """Idle connections are checked rarely, since there are many of them."""
+        if self.transport.each_token:
+            return now  # measures silence for the keep-alive
         due = min(now + CHECK_INTERVAL_S_MAX, self._beat_at + self.gateway.limits.watch_heartbeat_ms / 1000)
         if identity.expires_at is not None:
             due = min(due, now + identity.expires_at - self.gateway.now_s())
         return due
 
-    def _is_over(self, identity: Identity) -> bool:
-        """Whether the identity has ended, and the time after that in which a new token can be given."""
+    def _is_expired(self, identity: Identity) -> bool:
+        """Whether token and grace period have expired; sends `token_expired` once."""
         expires, wall = identity.expires_at, self.gateway.now_s()
         if expires is None or wall < expires:
             return False
-        if not self._told_expiry:
-            self._told_expiry = True
-            self.gateway.auth_failed("token_expired")
-            self.refuse(None, "token_expired", "the token has expired", retry_after_ms=0)
-        return wall >= (identity.until_s or expires) or self.wire.each_token
+        if not self._expiry_sent:
+            self._expiry_sent = True
+            self.gateway.count_auth_failure("token_expired")
+            self.send_error(None, "token_expired", "the token has expired", retry_after_ms=0)
+        return wall >= (identity.until_s or expires) or self.transport.each_token
 
     def send_tokens(self) -> None:
-        """A heartbeat, with a token for each subscription that has moved since its last one."""
+        """Send a heartbeat with a token for each subscription that moved since its last token."""
         tokens: dict[str, str] = {}
         for subscription in self.subscriptions.values():
             moved = subscription.state in ("live", "behind", "paused")
-            if moved and sum(subscription.positions) != subscription.told:
+            if moved and sum(subscription.positions) != subscription.token_position_sum:
                 tokens[subscription.id] = self.fresh_token(subscription)
         now_ms = self.gateway.context.clock.now_ns() // 1_000_000
-        self.send(envelopes.reply("heartbeat", None, {"ts": now_ms, "tokens": tokens}), self.wire_token())
+        self.send(
+            envelopes.reply("heartbeat", None, {"ts": now_ms, "tokens": tokens}), self.connection_token()
+        )
 
 
 def authenticate(session: RealtimeSession, message_id: str | None, payload: dict[str, Any]) -> None:
-    """`auth`: the first time, or again with a newer token. Claims that a rule uses may be others now."""
+    """Handle `auth`, also repeated with a newer token; its claims may change what rules allow."""
     gateway = session.gateway
     try:
         identity = _verified(session, payload.get("token"))
     except MessageRefusedError as refused:
-        gateway.auth_failed(refused.code)
+        gateway.count_auth_failure(refused.code)
         raise
     database = payload.get("database", session.database)
     if database is None:
         database = default_database(identity)
     if not isinstance(database, str):
-        gateway.auth_failed("invalid_auth")
-        raise MessageRefusedError("invalid_auth", "auth names the database", close=4401)
+        gateway.count_auth_failure("invalid_auth")
+        raise MessageRefusedError("invalid_auth", "auth must name the database", close=4401)
     names.check_database(database)
     if session.database is not None and database != session.database and session.subscriptions:
-        raise MessageRefusedError("bad_message", "a connection with subscriptions cannot change its database")
+        raise MessageRefusedError("bad_message", "the database cannot change while there are subscriptions")
     try:
         authorise(identity, Action.WATCH, db=database)
     except TailraceError:
-        gateway.auth_failed("forbidden")
+        gateway.count_auth_failure("forbidden")
         raise
-    gateway.book.database(database)
-    session.known_as(identity, database)
+    gateway.registry.database(database)
+    session.set_identity(identity, database)
     session.tokens_each = payload.get("tokens") == "each"
     session.checksum = payload.get("checksum") is True
     expires, limits = identity.expires_at, gateway.limits
-    answer = {
+    acknowledged = {
         "status": "ok",
         "connectionId": session.id,
         "database": database,
@@ -381,7 +385,7 @@ def authenticate(session: RealtimeSession, message_id: str | None, payload: dict
         "matcher": MATCHER_VERSION,
         "limits": {"subscriptions": limits.watch_subscriptions, "messageBytes": limits.watch_message_bytes},
     }
-    session.send(envelopes.reply("auth_ack", message_id, answer))
+    session.send(envelopes.reply("auth_ack", message_id, acknowledged))
     for subscription in tuple(session.subscriptions.values()):
         digest = gateway.access.read_digest(identity, subscription.watched.collection)
         if subscription.state != "invalid" and digest != subscription.digest:
@@ -398,5 +402,5 @@ def _verified(session: RealtimeSession, token: object) -> Identity:
         raise MessageRefusedError("unauthorized", "auth needs a token", close=4401)
     try:
         return verifier.verify(b"Bearer " + token.encode("utf-8", "replace"))
-    except TailraceError as refusal:
-        raise MessageRefusedError("invalid_auth", refusal.message, close=4401) from None
+    except TailraceError as error:
+        raise MessageRefusedError("invalid_auth", error.message, close=4401) from None

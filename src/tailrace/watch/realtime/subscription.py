@@ -1,12 +1,6 @@
-"""Subscriptions: client messages, admission, subscribe, acknowledge, unsubscribe and resume.
+"""Subscriptions: options, admission, and the messages subscribe, unsubscribe, ack and resume.
 
-A subscription: one query of one connection, and how far it has come.
-
-What realtime clients say, checked: options of a subscription, positions; and why something is refused.
-
-Subscriptions come and go: made of a query and what its asker may read, counted, kept, given up.
-
-Resume: a subscription goes on exactly behind a token, or is told that it cannot; never at the head.
+A resume continues exactly after its token or fails with `resync-required`; it never skips to the head.
 """
 
 from __future__ import annotations
@@ -33,8 +27,8 @@ if TYPE_CHECKING:
     from tailrace.watch.resume_tokens import TokenSigner
 
 
-# live: told of every change as it happens. behind: reads from the log at its own pace. snapshot: is sent what
-# there is. paused: has as many events unacknowledged as it wants. invalid: has to be subscribed again.
+# live: changes are delivered as they happen. behind: reads the log at its own pace. snapshot: receives the
+# current documents. paused: maxUnacked reached. invalid: must be subscribed again.
 SubscriptionState = Literal["live", "behind", "snapshot", "paused", "invalid"]
 PRIORITIES: Final = ("low", "normal", "high")
 
@@ -51,25 +45,25 @@ class SubscriptionOptions:
 
 
 class Subscription:
-    """`positions` is what the client has as long as it is not live; then it is what the collection has."""
+    """One query of one connection. While live, its positions are those of the collection."""
 
     __slots__ = (
+        "client_positions",
         "digest",
         "id",
         "interest",
         "newer",
         "options",
-        "own",
         "principal",
         "query",
         "query_hash",
         "session",
         "state",
+        "summary_entry",
         "task",
-        "told",
+        "token_position_sum",
         "unacked",
         "watched",
-        "written",
     )
 
     def __init__(
@@ -88,33 +82,33 @@ class Subscription:
         self.watched = watched
         self.interest = interest
         self.query_hash = b""
-        self.digest = b""  # of the read rule and what it sees of the asker
+        self.digest = b""  # of the read rule and the claims it uses
         self.state: SubscriptionState = "behind"
-        self.own: list[int] = []
-        self.newer: dict[str, int] | None = None  # rows of a snapshot that are newer than where it began
-        self.told = -1  # sum of the positions at the last token
+        self.client_positions: list[int] = []
+        self.newer: dict[str, int] | None = None  # snapshot rows newer than its start
+        self.token_position_sum = -1  # at the last token sent
         self.unacked: deque[tuple[int, int]] = deque()
         self.task: asyncio.Task[None] | None = None
-        self.principal: str | None = None  # who it counts for
-        self.written = 0  # entry of the summaries by which jobs know of it; 0: they do not
+        self.principal: str | None = None  # whose limit it counts against
+        self.summary_entry = 0  # entry in the summaries stream for jobs; 0: none
 
     @property
     def key(self) -> str:
-        """What jobs beside the gateway call it."""
+        """Its name in summaries and deliveries."""
         return f"{self.session.id}/{self.id}"
 
     @property
     def positions(self) -> list[int]:
-        return self.watched.applied if self.state == "live" else self.own
+        return self.watched.applied if self.state == "live" else self.client_positions
 
     def acknowledge(self, positions: dict[int, int]) -> None:
-        """Everything up to these was applied by the client; never moves back."""
+        """Drop unacknowledged events up to these positions."""
         self.unacked = deque(
             (partition, seq) for partition, seq in self.unacked if seq > positions.get(partition, 0)
         )
 
     @property
-    def full(self) -> bool:
+    def is_unacked_full(self) -> bool:
         return 0 < self.options.max_unacked <= len(self.unacked)
 
 
@@ -123,7 +117,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 
 class MessageRefusedError(Exception):
-    """A message that is answered with an error."""
+    """A client message that is rejected with an error."""
 
     def __init__(self, code: str, message: str, **more: Any) -> None:
         super().__init__(message)
@@ -132,15 +126,16 @@ class MessageRefusedError(Exception):
         self.more = more
 
 
-def check_subscription_id(given: object, what: str) -> str:
-    """The id of a subscription."""
-    if not isinstance(given, str) or not _ID.match(given):
-        raise MessageRefusedError("bad_message", f"{what} is 1 to 64 of A-Z, a-z, 0-9, '_', '.', ':', '-'")
-    return given
+def check_subscription_id(value: object, what: str) -> str:
+    if not isinstance(value, str) or not _ID.match(value):
+        raise MessageRefusedError(
+            "bad_message", f"{what} must be 1 to 64 of A-Z, a-z, 0-9, '_', '.', ':', '-'"
+        )
+    return value
 
 
 def default_database(identity: Identity) -> str | None:
-    """The database that is meant when none is named."""
+    """The database if the client names none."""
     if identity.anonymous:
         return names.DATABASE_DEFAULT
     return identity.dbs[0] if identity.dbs is not None and len(identity.dbs) == 1 else None
@@ -151,49 +146,51 @@ def read_options(payload: dict[str, Any], identity: Identity) -> SubscriptionOpt
     truths = {"sendSnapshot": False, "includeData": True, "autoResync": False}
     found = {name: payload.get(name, default) for name, default in truths.items()}
     if not all(type(value) is bool for value in found.values()):
-        raise MessageRefusedError("bad_message", "sendSnapshot, includeData and autoResync are true or false")
+        raise MessageRefusedError(
+            "bad_message", "sendSnapshot, includeData and autoResync must be true or false"
+        )
     options.snapshot, options.include_data = found["sendSnapshot"], found["includeData"]
     options.auto_resync = found["autoResync"]
     options.priority = payload.get("priority", "normal")
     if options.priority not in PRIORITIES:
-        raise MessageRefusedError("bad_message", "priority is low, normal or high")
+        raise MessageRefusedError("bad_message", "priority must be low, normal or high")
     if options.priority == "high" and not identity.anonymous and "manage" not in identity.scopes:
-        raise MessageRefusedError("forbidden", "high priority needs the scope manage")
+        raise MessageRefusedError("forbidden", "high priority requires the scope manage")
     unacked = payload.get("maxUnacked", 0)
     if type(unacked) is not int or not 0 <= unacked <= UNACKED_MAX:
-        raise MessageRefusedError("bad_message", f"maxUnacked is a number from 0 to {UNACKED_MAX}")
+        raise MessageRefusedError("bad_message", f"maxUnacked must be an integer from 0 to {UNACKED_MAX}")
     options.max_unacked = unacked
     return options
 
 
-def read_positions(given: Any, partitions: int) -> dict[int, int]:
-    """`{"10": 12345}`: the last that was applied, by partition."""
-    if given is None:
+def read_positions(value: Any, partitions: int) -> dict[int, int]:
+    """Parse `{"10": 12345}`: the last applied change by partition."""
+    if value is None:
         return {}
-    if not isinstance(given, dict):
-        raise MessageRefusedError("bad_message", "positions is an object of numbers by partition")
+    if not isinstance(value, dict):
+        raise MessageRefusedError("bad_message", "positions must be an object of integers by partition")
     found: dict[int, int] = {}
-    for key, seq in cast("dict[str, Any]", given).items():
+    for key, seq in cast("dict[str, Any]", value).items():
         if not key.isascii() or not key.isdecimal() or len(key) > 3 or int(key) >= partitions:
-            raise MessageRefusedError("invalid_partition", f"there is no partition {key[:20]!r}")
+            raise MessageRefusedError("invalid_partition", f"partition {key[:20]!r} does not exist")
         if type(seq) is not int or not 0 <= seq < 2**63:
-            raise MessageRefusedError("bad_message", "a position is a number")
+            raise MessageRefusedError("bad_message", "a position must be a non-negative integer")
         found[int(key)] = seq
     return found
 
 
-SOFT = 0.7  # of what may be unsent: from here on nothing optional begins
+SOFT = 0.7  # of the outbound limit: no optional work is admitted above it
 
 
 def make_subscription(
     session: RealtimeSession, sub_id: str, query: Query, options: SubscriptionOptions
 ) -> Subscription:
-    """A subscription as the rules of this moment and the asker's identity have it; nobody knows it yet."""
+    """Build a subscription with the current rules and identity; not registered yet."""
     assert session.identity is not None
     assert session.database is not None
     gateway = session.gateway
     watched = gateway.watched(session.database, query.collection)
-    rule: PredicatePart | None = gateway.access.read_part(session.identity, watched.collection)
+    rule: PredicatePart | None = gateway.access.read_predicate_part(session.identity, watched.collection)
     plain = Predicate(query.parts, query.documents)
     whole = plain if rule is None else Predicate([*query.parts, rule], query.documents)
     interest = Interest(whole, None if rule is None else Predicate([rule]))
@@ -205,46 +202,48 @@ def make_subscription(
 
 
 def register_subscription(subscription: Subscription) -> None:
-    """From here on the connection and the collection know it."""
+    """Add it to its connection and collection."""
     session = subscription.session
     session.subscriptions[subscription.id] = subscription
     subscription.watched.subscriptions.add(subscription)
-    session.gateway.kept(subscription)
+    session.gateway.on_subscribed(subscription)
 
 
 def check_admission(session: RealtimeSession, sub_id: str, options: SubscriptionOptions) -> None:
-    """Refuses what there is no room for, before anything is made."""
+    """Reject duplicates and subscriptions over a limit."""
     gateway, limits = session.gateway, session.gateway.limits
     known = session.subscriptions.get(sub_id)
     if sub_id in session.streams or (known is not None and known.state != "invalid"):
-        raise MessageRefusedError("duplicate_id", f"there is a subscription {sub_id!r} already")
+        raise MessageRefusedError("duplicate_id", f"subscription {sub_id!r} already exists")
     if len(session.subscriptions) >= limits.watch_subscriptions:
-        session.forget_invalid()
+        session.drop_invalid()
     if len(session.subscriptions) >= limits.watch_subscriptions and sub_id not in session.subscriptions:
         raise MessageRefusedError(
             "limit_exceeded",
-            f"a connection has at most {limits.watch_subscriptions} subscriptions",
+            f"a connection may have at most {limits.watch_subscriptions} subscriptions",
             limit="subscriptions",
         )
-    if gateway.count_of(session.identity) >= limits.watch_principal_subscriptions:
+    if gateway.count_subscriptions(session.identity) >= limits.watch_principal_subscriptions:
         raise MessageRefusedError(
             "limit_exceeded",
-            f"somebody has at most {limits.watch_principal_subscriptions} subscriptions on all connections",
+            f"an identity may have at most {limits.watch_principal_subscriptions} subscriptions",
             limit="principal",
         )
     if gateway.level >= SOFT and (options.priority == "low" or options.snapshot):
-        raise MessageRefusedError("overloaded", "the gateway has too much unsent", retry_after_ms=1000)
+        raise MessageRefusedError("overloaded", "the gateway has too many unsent bytes", retry_after_ms=1000)
     require_signer(gateway)
 
 
 def require_signer(gateway: Gateway) -> TokenSigner:
     if gateway.signer is None:
-        raise MessageRefusedError("unavailable", "the server cannot sign tokens yet", retry_after_ms=1000)
+        raise MessageRefusedError(
+            "unavailable", "the token signing key is not available yet, retry", retry_after_ms=1000
+        )
     return gateway.signer
 
 
 def subscribe(session: RealtimeSession, message_id: str | None, payload: dict[str, Any]) -> None:
-    sub_id = check_subscription_id(message_id, "the id of subscribe")
+    sub_id = check_subscription_id(message_id, "the id of the subscribe message")
     assert session.identity is not None
     assert session.database is not None
     authorise(session.identity, Action.WATCH, db=session.database)
@@ -255,11 +254,11 @@ def subscribe(session: RealtimeSession, message_id: str | None, payload: dict[st
     gateway, watched = session.gateway, subscription.watched
     gateway.check_room(subscription)
     register_subscription(subscription)
-    gateway.remember(subscription.query_hash, payload.get("query"))
-    subscription.own = list(watched.applied)
+    gateway.cache_query(subscription.query_hash, payload.get("query"))
+    subscription.client_positions = list(watched.applied)
     state = watched.state
     if not options.snapshot:
-        # One that may not be told anything yet reads from the log as soon as it may.
+        # While the collection loads, the subscription waits and then reads from the log.
         if state == "live":
             gateway.go_live(subscription)
         else:
@@ -279,7 +278,7 @@ def subscribe(session: RealtimeSession, message_id: str | None, payload: dict[st
     }
     session.send(
         envelopes.reply("subscribe_ack", message_id, acknowledged),
-        None if options.snapshot else session.wire_token(),
+        None if options.snapshot else session.connection_token(),
     )
     if options.snapshot:
         gateway.replays.snapshot(subscription)
@@ -289,26 +288,26 @@ def unsubscribe(session: RealtimeSession, message_id: str | None, payload: dict[
     sub_id = payload.get("id")
     found = session.subscriptions.pop(sub_id, None) if isinstance(sub_id, str) else None
     if found is None:
-        raise MessageRefusedError("not_found", "there is no such subscription")
+        raise MessageRefusedError("not_found", "subscription not found")
     if found.state != "invalid":
         session.gateway.release(found)
     session.send(envelopes.reply("unsubscribe_ack", message_id, {"status": "ok"}))
 
 
 def acknowledge(session: RealtimeSession, payload: dict[str, Any]) -> None:
-    """`ack`: what the client has applied, so that a subscription that was held back may go on."""
+    """Handle `ack`: positions that the client has applied; a paused subscription may continue."""
     subscription = session.subscriptions.get(str(payload.get("subId")))
     if subscription is None:
-        raise MessageRefusedError("not_found", "there is no such subscription")
+        raise MessageRefusedError("not_found", "subscription not found")
     count = len(subscription.watched.applied)
     subscription.acknowledge(read_positions(payload.get("positions"), count))
-    if subscription.state == "paused" and not subscription.full:
+    if subscription.state == "paused" and not subscription.is_unacked_full:
         subscription.state = "behind"
         session.gateway.replays.follow(subscription)
 
 
 class _ResumeFailedError(Exception):
-    """Why a client has to begin again; with the query it can be made to do so by the server."""
+    """Why the client must resync; with the query the server can do it (autoResync)."""
 
     def __init__(self, reason: str, query: Query | None = None) -> None:
         super().__init__(reason)
@@ -319,7 +318,7 @@ class _ResumeFailedError(Exception):
 def resume(
     session: RealtimeSession, message_id: str | None, payload: dict[str, Any], *, flat_form: bool = False
 ) -> None:
-    """`flat_form`: the older form of the message, whose answer repeats two members beside `payload`."""
+    """`flat_form`: the older form of the message, whose reply repeats two members next to `payload`."""
     assert session.identity is not None
     assert session.database is not None
     gateway = session.gateway
@@ -327,64 +326,64 @@ def resume(
     options = read_options(payload, session.identity)
     options.snapshot = False
     position = require_signer(gateway).read_position(payload.get("token"))
-    sub_id = _sub_id(payload, position)
+    sub_id = _read_sub_id(payload, position)
     try:
         if sub_id is None:
             raise _ResumeFailedError("token-invalid")
         check_admission(session, sub_id, options)
-        subscription, given = _resumed(session, sub_id, position, payload, options)
+        subscription, value = _make_resumed(session, sub_id, position, payload, options)
     except _ResumeFailedError as failed:
         _resync(session, message_id, sub_id, options, failed, flat_form)
         return
     register_subscription(subscription)
-    gateway.remember(subscription.query_hash, given)
-    own, watched = subscription.own, subscription.watched
-    gateway.resumed(subscription)
-    following = [seq + 1 for seq in own]
+    gateway.cache_query(subscription.query_hash, value)
+    positions, watched = subscription.client_positions, subscription.watched
+    gateway.record_resume(subscription)
+    following = [seq + 1 for seq in positions]
     acknowledged = {
         "status": "ok",
         "subId": sub_id,
         "fromSeq": following[0] if len(following) == 1 else following,
         "from": following,
         "generation": watched.generation,
-        "replaying": own != watched.applied,
+        "replaying": positions != watched.applied,
         "token": session.fresh_token(subscription),
     }
-    beside = {"status": "ok", "fromSeq": acknowledged["fromSeq"]} if flat_form else {}
-    session.send(envelopes.reply("resume-ack", message_id, acknowledged, **beside))
+    extra = {"status": "ok", "fromSeq": acknowledged["fromSeq"]} if flat_form else {}
+    session.send(envelopes.reply("resume-ack", message_id, acknowledged, **extra))
     gateway.replays.follow(subscription)
 
 
-def _sub_id(payload: dict[str, Any], position: ResumePosition | None) -> str | None:
-    """The subscription that is meant; a token names the one it was made for. None: it cannot be known."""
-    given = payload.get("subId")
-    if given is None and position is None and isinstance(payload.get("token"), str):
+def _read_sub_id(payload: dict[str, Any], position: ResumePosition | None) -> str | None:
+    """The id from the payload or the token; None without an id if the token is invalid."""
+    value = payload.get("subId")
+    if value is None and position is None and isinstance(payload.get("token"), str):
         return None
-    if given is None and position is not None and position.sub_id:
-        given = position.sub_id
-    return check_subscription_id(given, "the subId of resume")
+    if value is None and position is not None and position.sub_id:
+        value = position.sub_id
+    return check_subscription_id(value, "the subId of the resume message")
 
 
-def _resumed(
+def _make_resumed(
     session: RealtimeSession,
     sub_id: str,
     position: ResumePosition | None,
     payload: dict[str, Any],
     options: SubscriptionOptions,
 ) -> tuple[Subscription, object]:
-    """The checks in their order: signature, database, generation, query, then what the log still has."""
+    """Checks in order: signature, database, query, generation, then what the log still has."""
     gateway = session.gateway
     if position is None:
-        raise _ResumeFailedError("token-invalid", _query_of(payload))
+        raise _ResumeFailedError("token-invalid", _payload_query(payload))
     if position.database != session.database:
         raise _ResumeFailedError("database-mismatch")
-    given = payload.get("query")
-    if given is None:
-        kept = gateway.recent_query(position.query)
-        if kept is None:
+    value = payload.get("query")
+    if value is None:
+        cached = gateway.cached_query(position.query)
+        if cached is None:
             raise _ResumeFailedError("subscription-unknown")
-        given = orjson.loads(kept)
-    query = read_query(given, live=True)
+        value = orjson.loads(cached)
+    query = read_query(value, live=True)
     subscription = make_subscription(session, sub_id, query, options)
     if position.collection != query.collection:
         raise _ResumeFailedError("query-changed", query)
@@ -392,46 +391,46 @@ def _resumed(
         raise _ResumeFailedError("generation", query)
     if position.query != subscription.query_hash:
         raise _ResumeFailedError("query-changed", query)
-    subscription.own = _resume_positions(subscription, position, payload, query)
-    return subscription, given
+    subscription.client_positions = _resume_positions(subscription, position, payload, query)
+    return subscription, value
 
 
-def _query_of(payload: dict[str, Any]) -> Query | None:
-    """With the query, whoever asked for `autoResync` need not do anything."""
-    given = payload.get("query")
-    return None if given is None else read_query(given, live=True)
+def _payload_query(payload: dict[str, Any]) -> Query | None:
+    """The query in the payload, needed for `autoResync`."""
+    value = payload.get("query")
+    return None if value is None else read_query(value, live=True)
 
 
 def _resume_positions(
     subscription: Subscription, position: ResumePosition, payload: dict[str, Any], query: Query
 ) -> list[int]:
-    """Where to go on: the token's positions, moved to what was applied since, if the log has what follows."""
+    """The token's positions, advanced to those the client applied; the log must have what follows."""
     watched, limits = subscription.watched, subscription.session.gateway.limits
     applied = watched.applied
     if len(position.seqs) != len(applied):
         raise _ResumeFailedError("token-invalid", query)
-    given = payload.get("positions")
-    if given is None and "lastSeq" in payload:
-        # One number says nothing about several partitions: then the token alone does.
+    value = payload.get("positions")
+    if value is None and "lastSeq" in payload:
+        # A single number is ambiguous with several partitions: then only the token counts.
         last: Any = payload["lastSeq"]
         if isinstance(last, dict):
-            given = cast("dict[str, Any]", last)
+            value = cast("dict[str, Any]", last)
         elif len(applied) == 1:
-            given = {"0": last}
-    own = list(position.seqs)
-    for partition, seq in read_positions(given, len(applied)).items():
-        if seq < own[partition]:
+            value = {"0": last}
+    positions = list(position.seqs)
+    for partition, seq in read_positions(value, len(applied)).items():
+        if seq < positions[partition]:
             raise _ResumeFailedError("token-invalid", query)
-        own[partition] = seq
-    if any(map(int.__gt__, own, applied)):
+        positions[partition] = seq
+    if any(map(int.__gt__, positions, applied)):
         raise _ResumeFailedError("token-invalid", query)
-    if any(map(int.__lt__, own, watched.earliest)):
+    if any(map(int.__lt__, positions, watched.earliest)):
         raise _ResumeFailedError("retention", query)
-    befores = None if watched.collection is None else watched.collection.befores
-    unknown = befores is not None and not befores.reaches(own)
-    if unknown or sum(applied) - sum(own) > limits.watch_resume_changes:
+    images = None if watched.collection is None else watched.collection.before_images
+    unknown = images is not None and not images.covers(positions)
+    if unknown or sum(applied) - sum(positions) > limits.watch_resume_changes:
         raise _ResumeFailedError("too-far-behind", query)
-    return own
+    return positions
 
 
 def _resync(
@@ -445,20 +444,20 @@ def _resync(
     assert session.database is not None
     gateway, reason = session.gateway, failed.reason
     about = None if failed.query is None else failed.query.collection
-    gateway.resume_failed(session, sub_id or "", reason, about)
-    answer = {"status": "resync-required", "subId": sub_id, "reason": reason}
-    beside = {"status": "resync-required", "fromSeq": None} if flat_form else {}
-    session.send(envelopes.reply("resume-ack", message_id, answer, **beside), "")
+    gateway.record_resume_failure(session, sub_id or "", reason, about)
+    acknowledged = {"status": "resync-required", "subId": sub_id, "reason": reason}
+    extra = {"status": "resync-required", "fromSeq": None} if flat_form else {}
+    session.send(envelopes.reply("resume-ack", message_id, acknowledged, **extra), "")
     if failed.query is not None and sub_id is not None:
         subscription = make_subscription(session, sub_id, failed.query, options)
         register_subscription(subscription)
         session.invalidate(subscription, reason)
         return
-    gateway.resynced(reason)
-    told = {"subId": sub_id, "reason": reason, "generation": None, "retryAfterMs": 0, "autoResync": False}
+    gateway.count_resync(reason)
+    payload = {"subId": sub_id, "reason": reason, "generation": None, "retryAfterMs": 0, "autoResync": False}
     session.send(
         envelopes.subscription_notice(
-            "resync-required", session.database, [] if sub_id is None else [sub_id], told
+            "resync-required", session.database, [] if sub_id is None else [sub_id], payload
         ),
         "",
     )

@@ -1,4 +1,4 @@
-"""`/replication/v1/databases/{db}/...`: pull, push and stream over HTTP."""
+"""Replication over HTTP: pull, push and stream below `/replication/v1/databases/{db}`."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ _EVENTS: Final = b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\
 
 
 class ReplicationSseTransport(ReplicationTransport):
-    """A stream of server-sent events that carries one feed."""
+    """Server-sent events with one feed."""
 
     def __init__(self, replication: Replication, identity: Identity, outlet: ResponseStream) -> None:
         self._outlet = outlet
         super().__init__(replication, identity)
         self.task: asyncio.Task[None] | None = None
         self._beat_at = self.opened_at
-        outlet.on_gone = self.gone
+        outlet.on_gone = self.on_gone
         outlet.on_drain = self.on_drain
 
     def begin(self, pos: str | None) -> None:
-        """The place first: a browser that is cut off before anything happens goes on from there."""
-        place = b"" if pos is None else b"id: %b\n" % pos.encode()
+        """Send the position first, so that a browser can resume even before the first event."""
+        event_id = b"" if pos is None else b"id: %b\n" % pos.encode()
         retry_ms = random.randint(1000, 3000)  # noqa: S311 - spreads load
-        self._write(b": connected\nretry: %d\n%b\n" % (retry_ms, place))
+        self._write(b": connected\nretry: %d\n%b\n" % (retry_ms, event_id))
 
     @property
     def unsent_bytes(self) -> int:
@@ -66,22 +66,22 @@ class ReplicationSseTransport(ReplicationTransport):
 
     def _write(self, data: bytes) -> None:
         self._outlet.write(data)
-        self.counted(len(data))
+        self.count_sent(len(data))
         self._beat_at = self.replication.context.loop.time()
 
-    async def tell(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
-        # An empty id makes a browser forget the one it has: what it would go on from is in doubt.
+    async def send(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
+        # An empty id clears the browser's last event id: it must not resume from there.
         self._write(b"id: %b\ndata: %b\n\n" % ((pos or "").encode(), result))
 
-    def fail(self, refusal: TailraceError) -> None:
-        self.close(1011, refusal.code)
+    def fail(self, error: TailraceError) -> None:
+        self.close(1011, error.code)
 
     def close(self, code: int, reason: str) -> None:
         self._outlet.end()
-        self.gone()
+        self.on_gone()
 
-    def gone(self) -> None:
-        super().gone()
+    def on_gone(self) -> None:
+        super().on_gone()
         if self.task is not None:
             self.task.cancel()
 
@@ -100,7 +100,7 @@ class ReplicationRoutes:
         """`raw` is what follows the prefix, percent-encoded."""
         path = stream_names.decode_name(raw)
         if path is None:
-            raise TailraceError("invalid_path", "a path is UTF-8")
+            raise TailraceError("invalid_path", "the path must be UTF-8")
         database, _, verb = path.partition("/")
         if verb == "push":
             if method != b"POST":
@@ -109,7 +109,7 @@ class ReplicationRoutes:
             self._push(exchange, identity, database)
             return
         if verb not in ("pull", "stream"):
-            raise TailraceError("not_found", "there is nothing at this path")
+            raise TailraceError("not_found", "path not found")
         if method not in (b"GET", b"HEAD"):
             raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         authorise(identity, Action.REPLICATION_PULL, db=database)
@@ -121,20 +121,20 @@ class ReplicationRoutes:
     # -- pull ------------------------------------------------------------------------------------------
 
     def _pull(self, exchange: Exchange, identity: Identity, database: str) -> None:
-        given = read_params(exchange, _PULL)
-        name = self._collection(database, given)
-        limit, shape = read_limit(given.get("limit", str(LIMIT_DEFAULT))), read_shape(given)
-        raw, checkpoint = self._checkpoint(given.get("checkpoint"))
-        asked = PullRequest(database, name, raw, checkpoint, limit, shape)
+        params = read_params(exchange, _PULL)
+        name = self._collection(database, params)
+        limit, shape = read_limit(params.get("limit", str(LIMIT_DEFAULT))), read_shape(params)
+        raw, checkpoint = self._checkpoint(params.get("checkpoint"))
+        request = PullRequest(database, name, raw, checkpoint, limit, shape)
 
         async def run() -> None:
             try:
-                pulled = await self._replication.pull(identity, asked)
+                pulled = await self._replication.pull(identity, request)
                 await _respond(exchange, pulled.pieces)
-            except TailraceError as refusal:
-                responses.respond_error(exchange, refusal)
+            except TailraceError as error:
+                responses.respond_error(exchange, error)
             except Exception:
-                logger.exception("a pull failed")
+                logger.exception("pull failed")
                 responses.respond_error(exchange, TailraceError("internal", "the pull failed"))
 
         task = self._replication.spawn(run())
@@ -144,21 +144,21 @@ class ReplicationRoutes:
 
         exchange.on_gone = gone
 
-    def _collection(self, database: str, given: dict[str, Any]) -> str:
-        name = given.get("collection")
+    def _collection(self, database: str, params: dict[str, Any]) -> str:
+        name = params.get("collection")
         if not isinstance(name, str):
-            raise TailraceError("invalid_request", "the request names its collection")
-        self._replication.book.database(database)
+            raise TailraceError("invalid_request", "collection is required")
+        self._replication.registry.database(database)
         return names.check_collection(name)
 
     def _checkpoint(self, text: str | None) -> tuple[Any, Checkpoint | None]:
-        """As it was given, and what it says."""
+        """The checkpoint as JSON and parsed."""
         if not text:
             return None, None
         try:
             raw: Any = orjson.loads(text)
         except orjson.JSONDecodeError:
-            raise TailraceError("invalid_checkpoint", "the checkpoint is JSON") from None
+            raise TailraceError("invalid_checkpoint", "checkpoint must be JSON") from None
         return raw, read_checkpoint(raw, self._replication.signer)
 
     # -- push ------------------------------------------------------------------------------------------
@@ -166,65 +166,71 @@ class ReplicationRoutes:
     def _push(self, exchange: Exchange, identity: Identity, database: str) -> None:
         kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
-            raise TailraceError("unsupported_media_type", "the body is application/json")
+            raise TailraceError("unsupported_media_type", "Content-Type must be application/json")
         body = document.parse_json(exchange.body or b"{}", self._limits.watch_push_bytes)
         if not isinstance(body, dict):
-            raise TailraceError("invalid_request", "the body is a JSON object")
-        given = cast("Document", body)
-        if unknown := sorted(set(given) - _PUSH):
+            raise TailraceError("invalid_request", "the body must be a JSON object")
+        request = cast("Document", body)
+        if unknown := sorted(set(request) - _PUSH):
             raise TailraceError("invalid_request", f"unknown member {unknown[0]!r}")
-        name, shape = self._collection(database, given), read_shape(given)
-        rows = read_push_rows(given.get("rows"), self._limits.watch_batch_writes, shape.deleted_field)
+        name, shape = self._collection(database, request), read_shape(request)
+        rows = read_push_rows(request.get("rows"), self._limits.watch_batch_writes, shape.deleted_field)
 
-        def told(conflicts: list[Document], refusal: TailraceError | None) -> None:
-            if refusal is not None:
-                responses.respond_error(exchange, refusal)
+        def on_pushed(conflicts: list[Document], error: TailraceError | None) -> None:
+            if error is not None:
+                responses.respond_error(exchange, error)
                 return
             head = responses.JSON_TYPE + responses.NO_STORE
             exchange.respond(200, head, orjson.dumps({"conflicts": conflicts}))
 
-        client = read_client(identity, given.get("client"))
-        self._replication.push(identity, database, name, rows, shape, client, told)
+        client = read_client(identity, request.get("client"))
+        self._replication.push(identity, database, name, rows, shape, client, on_pushed)
 
     # -- stream ----------------------------------------------------------------------------------------
 
     def _stream(self, exchange: Exchange, identity: Identity, database: str) -> None:
-        given = read_params(exchange, _STREAM)
-        name, shape = self._collection(database, given), read_shape(given)
+        params = read_params(exchange, _STREAM)
+        name, shape = self._collection(database, params), read_shape(params)
         replication = self._replication
-        _, checkpoint = self._checkpoint(given.get("checkpoint"))
+        _, checkpoint = self._checkpoint(params.get("checkpoint"))
         collection = replication.find(database, name)
         resumed = exchange.headers.get(b"last-event-id")
-        doubt = False
+        must_resync = False
         if resumed:
-            # A browser that comes back: it knows nothing better than to be told that it has to pull.
+            # A reconnecting browser; if its position is not valid any more, it is sent RESYNC.
             try:
                 pos = {"updatedAt": 0, "id": "", "pos": resumed.decode("latin-1")}
                 checkpoint = read_checkpoint(pos, replication.signer)
-                walk = None if collection is None else replication.walk(identity, collection, checkpoint)
-            except TailraceError as refusal:
-                if refusal.code not in ("invalid_checkpoint", "checkpoint_expired"):
+                cursor = None if collection is None else replication.cursor(identity, collection, checkpoint)
+            except TailraceError as error:
+                if error.code not in ("invalid_checkpoint", "checkpoint_expired"):
                     raise
-                walk, doubt = None, True
+                cursor, must_resync = None, True
         elif checkpoint is None or collection is None:
-            walk = None
+            cursor = None
         else:
-            walk = replication.walk(identity, collection, checkpoint)
+            cursor = replication.cursor(identity, collection, checkpoint)
         replication.check_room()
         outlet = exchange.open_stream(200, _EVENTS)
         if exchange.is_head:
             outlet.end()
             return
-        wire = ReplicationSseTransport(replication, identity, outlet)
-        client = read_client(identity, given.get("client"))
-        feed = ReplicationFeed(replication, wire, database, name, shape, LIMIT_DEFAULT, walk, client=client)
-        feed.doubtful = doubt
-        wire.begin(None if doubt or feed.walk is None else replication.shown(feed.walk, (0, ""))["pos"])
-        wire.task = replication.follow(feed)
+        transport = ReplicationSseTransport(replication, identity, outlet)
+        client = read_client(identity, params.get("client"))
+        feed = ReplicationFeed(
+            replication, transport, database, name, shape, LIMIT_DEFAULT, cursor, client=client
+        )
+        feed.must_resync = must_resync
+        transport.begin(
+            None
+            if must_resync or feed.cursor is None
+            else replication.checkpoint_json(feed.cursor, (0, ""))["pos"]
+        )
+        transport.task = replication.follow(feed)
 
 
 async def _respond(exchange: Exchange, pieces: AsyncIterator[bytes]) -> None:
-    """A small page is an answer like others; a large one is streamed as the client takes it."""
+    """A small page is sent at once; a large one is streamed at the pace of the client."""
     head = responses.JSON_TYPE + responses.NO_STORE
     first = await anext(pieces)
     second = None if exchange.is_head else await anext(pieces, None)
@@ -247,7 +253,7 @@ async def _respond(exchange: Exchange, pieces: AsyncIterator[bytes]) -> None:
             outlet.write(piece)
             piece = await anext(pieces, None)
     except BaseException:
-        # Half a page must not look like a whole one.
+        # A truncated page must not look complete.
         exchange.connection.transport.abort()
         raise
     outlet.end()
@@ -255,35 +261,37 @@ async def _respond(exchange: Exchange, pieces: AsyncIterator[bytes]) -> None:
 
 def read_params(exchange: Exchange, known: frozenset[str]) -> dict[str, str]:
     try:
-        given = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
+        params = parse_qs(exchange.query.decode(), keep_blank_values=True, max_num_fields=32)
     except ValueError:
-        raise TailraceError("invalid_request", "the query string cannot be read") from None
-    if unknown := sorted(set(given) - known):
+        raise TailraceError("invalid_request", "the query string is invalid") from None
+    if unknown := sorted(set(params) - known):
         raise TailraceError("invalid_request", f"unknown parameter {unknown[0]!r}")
-    return {name: values[-1] for name, values in given.items()}
+    return {name: values[-1] for name, values in params.items()}
 
 
-def read_client(identity: Identity, given: object) -> tuple[str, str] | None:
-    """Who a client says it is, among those of the same identity."""
-    if given is None:
+def read_client(identity: Identity, value: object) -> tuple[str, str] | None:
+    """The client id, unique within its identity."""
+    if value is None:
         return None
-    if not isinstance(given, str) or not 0 < len(given) <= CLIENT_CHARS_MAX:
-        raise TailraceError("invalid_request", f"client is a text of 1 to {CLIENT_CHARS_MAX} characters")
-    return identity.sub, given
+    if not isinstance(value, str) or not 0 < len(value) <= CLIENT_CHARS_MAX:
+        raise TailraceError(
+            "invalid_request", f"client must be a string of 1 to {CLIENT_CHARS_MAX} characters"
+        )
+    return identity.sub, value
 
 
-def read_limit(given: object) -> int:
-    """Documents in a page, as a number or as text."""
-    text = str(given) if type(given) is int else given
+def read_limit(value: object) -> int:
+    """The page size, as a number or a string."""
+    text = str(value) if type(value) is int else value
     if isinstance(text, str) and _NUMBER.match(text) and 1 <= int(text) <= LIMIT_MAX:
         return int(text)
-    raise TailraceError("invalid_request", f"limit is a number from 1 to {LIMIT_MAX}")
+    raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
 
 
-def read_shape(given: dict[str, Any]) -> DocumentShape:
-    stamps = given.get("stamps", True)
+def read_shape(params: dict[str, Any]) -> DocumentShape:
+    stamps = params.get("stamps", True)
     if stamps not in (True, False, "0", "1", "true", "false"):
-        raise TailraceError("invalid_request", "stamps is true or false")
+        raise TailraceError("invalid_request", "stamps must be true or false")
     return DocumentShape(
-        check_deleted_field(given.get("deletedField", DELETED_FIELD)), stamps in (True, "1", "true")
+        check_deleted_field(params.get("deletedField", DELETED_FIELD)), stamps in (True, "1", "true")
     )

@@ -1,15 +1,10 @@
 """Checkpoints and pushed rows of replicating clients: parsing, signing and conflict detection.
 
-Checkpoints of replicating clients: how far a walk over the changes of a collection has come.
+A checkpoint holds a signed cursor: the position in each partition in commit order. Times are not sufficient:
+writes may commit late, and clocks may be set back. To the client the signed text is opaque.
 
-The place is a number for each partition, in the order in which changes were committed. Time says nothing:
-writes may commit late, and clocks may be set back. What a client keeps is a small object with a signed text,
-which it need not understand.
-
-What becomes of a document that a replicating client pushes: decided on user content alone.
-
-A client does not know what the server stamps on its documents. After a push it assumes that the server has
-what it sent, so comparing versions or times would find conflicts where there are none.
+Conflicts are decided on user content alone. A client does not know the fields that the server adds. After a
+push it assumes that the server has what it sent, so comparing versions or times would find false conflicts.
 """
 
 from __future__ import annotations
@@ -26,27 +21,28 @@ from tailrace.watch.document import RESERVED_FIELDS, Document
 from tailrace.watch.resume_tokens import TokenSigner
 
 CURSOR_KIND: Final = b"walk:"
-# A client without a signed place says a time; what was stamped shortly before may have come later.
+# A client without a cursor sends a time; changes stamped shortly before may have committed later.
 LATE_MS: Final = 5000
 _MEMBERS: Final = frozenset({"updatedAt", "id", "pos"})
 
 
 class PullCursor(msgspec.Struct, frozen=True, array_like=True):
-    """Everything up to `seqs` was sent.
+    """The position of a client: everything up to `seqs` was sent.
 
-    `began` is where the tail was when the walk began: the client cannot have what was hidden before. `held`
-    is what the client has from an earlier walk. Both are empty once the walk is past them.
+    `began` is the end of the log when the cursor was created: the client cannot have documents that were
+    hidden before. `held` is what the client has from an earlier cursor. Both are empty once `seqs` is past
+    them.
     """
 
     database: str
     collection: str
     generation: int
-    digest: bytes  # of the read rule, and of what it sees of the asker
+    digest: bytes  # of the read rule and the claims it uses
     seqs: list[int]
     began: list[int]
     held: list[int]
 
-    def moved(self, seqs: Sequence[int], *, began: list[int] | None = None) -> PullCursor:
+    def advanced(self, seqs: Sequence[int], *, began: list[int] | None = None) -> PullCursor:
         return msgspec.structs.replace(
             self,
             seqs=list(seqs),
@@ -54,20 +50,20 @@ class PullCursor(msgspec.Struct, frozen=True, array_like=True):
             held=_ahead(self.held, seqs),
         )
 
-    def again(self, digest: bytes) -> PullCursor:
-        """From the start, since other documents may be readable now; those that are not are taken back."""
+    def restarted(self, digest: bytes) -> PullCursor:
+        """Restart because the readable documents changed; those no longer readable are sent as deleted."""
         count = len(self.seqs)
         held = [max(pair) for pair in zip(self.seqs, self.held or [0] * count, strict=True)]
         return msgspec.structs.replace(self, digest=digest, seqs=[0] * count, began=[], held=held)
 
-    def is_new(self, partition: int, seq: int) -> bool:
-        """Whether it changed after the walk began, so that the client may have what was there before."""
+    def changed_since_start(self, partition: int, seq: int) -> bool:
+        """Whether the change is newer than the cursor, so that the client may have an older version."""
         return not self.began or seq > self.began[partition]
 
     def misses(self, purged: Sequence[int]) -> bool:
-        """Whether a tombstone that the client needs is gone: `purged` has the newest of each partition.
+        """Whether a tombstone that the client needs was purged; `purged` is the newest per partition.
 
-        What was deleted before the walk began the client cannot have, unless from an earlier walk.
+        The client cannot have documents deleted before the cursor was created, except from an earlier one.
         """
         nothing = [0] * len(self.seqs)
         began, held = self.began or nothing, self.held or nothing
@@ -82,58 +78,57 @@ def _ahead(vector: list[int], seqs: Sequence[int]) -> list[int]:
 
 
 class Checkpoint(NamedTuple):
-    """What a client says it has: a walk, or as little as a time."""
+    """The position of a client: a cursor, or only a time."""
 
     updated_ms: int
     id: str
-    walk: PullCursor | None
+    cursor: PullCursor | None
 
 
-def read_checkpoint(given: object, signer: TokenSigner) -> Checkpoint | None:
-    """None is the beginning."""
-    if given is None:
+def read_checkpoint(value: object, signer: TokenSigner) -> Checkpoint | None:
+    """Parse a checkpoint; None is the beginning."""
+    if value is None:
         return None
-    if not isinstance(given, dict):
-        raise _invalid("it is an object, or null")
-    found = cast("dict[str, Any]", given)
+    if not isinstance(value, dict):
+        raise _invalid("must be an object or null")
+    found = cast("dict[str, Any]", value)
     updated_ms, document_id, pos = found.get("updatedAt"), found.get("id"), found.get("pos")
     if not set(found) <= _MEMBERS:
-        raise _invalid("it has updatedAt, id and pos")
+        raise _invalid("must have only updatedAt, id and pos")
     if type(updated_ms) is not int or not 0 <= updated_ms < 2**53 or not isinstance(document_id, str):
-        raise _invalid("updatedAt is a time in milliseconds, id a text")
+        raise _invalid("updatedAt must be Unix milliseconds, id a string")
     if pos is None:
         return Checkpoint(updated_ms, document_id, None)
-    walk = signer.read(CURSOR_KIND, pos, PullCursor)
-    if walk is None:
-        raise _invalid("pos is what an answer before gave")
-    return Checkpoint(updated_ms, document_id, walk)
+    cursor = signer.read(CURSOR_KIND, pos, PullCursor)
+    if cursor is None:
+        raise _invalid("pos must be taken unchanged from an earlier response")
+    return Checkpoint(updated_ms, document_id, cursor)
 
 
 def encode_checkpoint(
-    walk: PullCursor, updated_ms: int, document_id: str, signer: TokenSigner
+    cursor: PullCursor, updated_ms: int, document_id: str, signer: TokenSigner
 ) -> dict[str, Any]:
-    """Always all three: clients lay a new checkpoint over the old one, member by member."""
-    return {"updatedAt": updated_ms, "id": document_id, "pos": signer.sign(CURSOR_KIND, walk)}
+    """Always all three members: clients merge a new checkpoint into the old one."""
+    return {"updatedAt": updated_ms, "id": document_id, "pos": signer.sign(CURSOR_KIND, cursor)}
 
 
 def _invalid(what: str) -> TailraceError:
-    return TailraceError("invalid_checkpoint", f"the checkpoint cannot be read: {what}")
+    return TailraceError("invalid_checkpoint", f"invalid checkpoint: {what}")
 
 
 def checkpoint_expired(why: str) -> TailraceError:
-    return TailraceError("checkpoint_expired", f"{why}: clear the collection and replicate it anew")
+    return TailraceError("checkpoint_expired", f"{why}: clear the collection and replicate it again")
 
 
 DELETED_FIELD: Final = "_deleted"
 _FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z")
 
-# same: there is nothing to do. insert, replace: goes ahead. conflict: the client has to look at what there
-# is.
+# same: nothing to do. insert, replace: write it. conflict: return the current document to the client.
 PushVerdict = Literal["same", "insert", "replace", "conflict"]
 
 
 class PushRow(NamedTuple):
-    """One document of a push: what the client wants, and what it believes there is."""
+    """One document of a push: the new state, and the state the client assumes on the server."""
 
     id: str
     content: Document
@@ -143,62 +138,63 @@ class PushRow(NamedTuple):
 
 
 def check_deleted_field(name: object) -> str:
-    """The name of the field that marks deleted documents; none of the other names of the server."""
+    """Validate the name of the field that marks deleted documents."""
     if not isinstance(name, str) or not _FIELD.match(name) or name in RESERVED_FIELDS - {"deleted"}:
         raise TailraceError(
-            "invalid_request", "deletedField is the name of a field that is not one of the server's"
+            "invalid_request", "deletedField must be a field name that the server does not reserve"
         )
     return name
 
 
-def read_push_rows(given: object, rows_max: int, deleted_field: str) -> list[PushRow]:
-    if not isinstance(given, list):
-        raise TailraceError("invalid_request", "rows is a list")
-    items = cast("list[object]", given)
+def read_push_rows(value: object, rows_max: int, deleted_field: str) -> list[PushRow]:
+    if not isinstance(value, list):
+        raise TailraceError("invalid_request", "rows must be a list")
+    items = cast("list[object]", value)
     if len(items) > rows_max:
-        raise TailraceError("payload_too_large", f"a push has at most {rows_max} rows")
-    return [_row(item, place, deleted_field) for place, item in enumerate(items)]
+        raise TailraceError("payload_too_large", f"a push may have at most {rows_max} rows")
+    return [_row(item, index, deleted_field) for index, item in enumerate(items)]
 
 
-def _row(item: object, place: int, deleted_field: str) -> PushRow:
+def _row(item: object, index: int, deleted_field: str) -> PushRow:
     row = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
-    wanted, assumed = row.get("newDocumentState"), row.get("assumedMasterState")
-    if not isinstance(wanted, dict) or not (assumed is None or isinstance(assumed, dict)):
+    new, assumed = row.get("newDocumentState"), row.get("assumedMasterState")
+    if not isinstance(new, dict) or not (assumed is None or isinstance(assumed, dict)):
         raise TailraceError(
-            "invalid_request", f"row {place}: it has newDocumentState, and assumedMasterState or null"
+            "invalid_request",
+            f"row {index}: newDocumentState must be an object, assumedMasterState an object or null",
         )
-    new, old = cast("Document", wanted), cast("Document | None", assumed)
-    document_id = new.get("id")
+    state, old = cast("Document", new), cast("Document | None", assumed)
+    document_id = state.get("id")
     if not isinstance(document_id, str):
-        raise TailraceError("invalid_request", f"row {place}: the id of a document is a text")
+        raise TailraceError("invalid_request", f"row {index}: id must be a string")
     return PushRow(
         document_id,
-        user_content(new, deleted_field),
-        _is_deleted(new, place, deleted_field),
+        user_content(state, deleted_field),
+        _is_deleted(state, index, deleted_field),
         None if old is None else user_content(old, deleted_field),
-        old is not None and _is_deleted(old, place, deleted_field),
+        old is not None and _is_deleted(old, index, deleted_field),
     )
 
 
-def _is_deleted(state: Document, place: int, deleted_field: str) -> bool:
+def _is_deleted(state: Document, index: int, deleted_field: str) -> bool:
     deleted = state.get(deleted_field, False)
     if type(deleted) is not bool:
-        raise TailraceError("invalid_request", f"row {place}: {deleted_field} is true or false")
+        raise TailraceError("invalid_request", f"row {index}: {deleted_field} must be true or false")
     return deleted
 
 
 def user_content(state: Document, deleted_field: str) -> Document:
-    """The document without what is the server's, its numbers in the two forms there are."""
-    kept = {
+    """The document without the server's fields, with normalized numbers."""
+    content = {
         name: value
         for name, value in state.items()
         if name not in RESERVED_FIELDS and name != deleted_field and not name.startswith("_")
     }
-    return document.check(kept)
+    return document.check(content)
 
 
 def decide_push(current: Document | None, deleted: bool, row: PushRow) -> PushVerdict:
-    """`current` is the user content of what there is, None if there never was anything."""
+    """`current` is the user content on the server, None if the document never existed."""
     lives = current is not None and not deleted
     if lives and not row.deleted and json_equal(current, row.content):
         return "same"
@@ -212,7 +208,7 @@ def decide_push(current: Document | None, deleted: bool, row: PushRow) -> PushVe
 
 
 def json_equal(one: Any, other: Any) -> bool:
-    """Equal as JSON. Numbers are equal if their doubles are: clients in JavaScript have no others."""
+    """JSON equality. Numbers are compared as doubles, the only numbers of JavaScript clients."""
     number, number_other = _number(one), _number(other)
     if isinstance(one, dict) and isinstance(other, dict):
         left, right = cast("Document", one), cast("Document", other)
@@ -226,7 +222,7 @@ def json_equal(one: Any, other: Any) -> bool:
 
 
 def _number(value: object) -> float | None:
-    """Truth values are not numbers."""
+    """None for values that are not numbers; booleans are not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value)

@@ -1,11 +1,8 @@
 """The replication service: pull, push and feeds of all replicating clients.
 
-Pushes of replicating clients: each row is decided when its turn has come in the order of writes.
-
-Replication with clients that hold documents themselves: what its routes share.
-
-A client pulls what changed since its checkpoint, pushes what it changed, and is told of what others change.
-All of it is about the view: a document that changed ten times is sent once, as it is now.
+A client pulls what changed since its checkpoint, pushes its own changes, and receives the changes of others.
+Everything is read from the view: a document that changed ten times is sent once, in its current state. Pushed
+rows are checked for conflicts when they are written, in the order of all writes.
 """
 
 from __future__ import annotations
@@ -43,12 +40,12 @@ from tailrace.watch.rxdb.protocol import LATE_MS, Checkpoint, PullCursor, PushRo
 STATUS_CONFLICT: Final = 409
 STATUS_UNCHANGED: Final = 304
 
-# Told the documents that the client has to look at, or why nothing was done at all.
+# Called with the conflicting documents, or with the error if nothing was written.
 PushCallback = Callable[[list[Document], TailraceError | None], None]
 
 
 class PushHandler:
-    """All pushes of a server."""
+    """Writes pushed rows, and counts their outcomes."""
 
     def __init__(self, writer: DocumentWriter, access: AccessRules) -> None:
         self._writer = writer
@@ -62,26 +59,26 @@ class PushHandler:
         name: str,
         rows: list[PushRow],
         shape: DocumentShape,
-        told: PushCallback,
+        callback: PushCallback,
     ) -> None:
-        """Submits what is accepted as one record; `told` comes when what it says is durable."""
+        """Write the accepted rows as one record; `callback` is called when they are durable."""
         if not rows:
-            told([], None)
+            callback([], None)
             return
         conflicts: list[Document] = []
         writes = [
             _PushedWrite(self._access, identity, database, name, row, shape, conflicts).write for row in rows
         ]
 
-        def answer(results: list[WriteResult], error: TailraceError | None) -> None:
-            # One row that the rules refuse refuses the push: nothing of it was submitted.
-            refusal = error or next((one.error for one in results if one.error is not None), None)
-            if refusal is not None:
+        def on_written(results: list[WriteResult], error: TailraceError | None) -> None:
+            # One row rejected by the rules rejects the push: nothing was submitted.
+            failure = error or next((one.error for one in results if one.error is not None), None)
+            if failure is not None:
                 self.rows["refused"] += len(results)
-                told([], refusal)
+                callback([], failure)
                 return
             same = sum(result.status == STATUS_UNCHANGED for result in results)
-            self._writer.note_repeats(database, name, "push", same)
+            self._writer.count_repeats(database, name, "push", same)
             for result in results:
                 kind = (
                     "conflict"
@@ -91,13 +88,13 @@ class PushHandler:
                     else "written"
                 )
                 self.rows[kind] += 1
-            told(conflicts, None)
+            callback(conflicts, None)
 
-        self._writer.write(database, writes, self._access.writing(identity), answer, atomic=True)
+        self._writer.write(database, writes, self._access.write_check(identity), on_written, atomic=True)
 
 
 class _PushedWrite:
-    """One row, and what it is told if it loses."""
+    """One row; on conflict the current document is added to `conflicts`."""
 
     def __init__(
         self,
@@ -117,9 +114,9 @@ class _PushedWrite:
         path = names.split_document_path(f"{names.check_collection(name)}/{row.id}")
         self._path = f"{path.collection}/{path.id}"
         op = "delete" if row.deleted else "put"
-        self.write = DocumentWrite(op, path, row.content, judge=self._judge, buries=row.deleted)
+        self.write = DocumentWrite(op, path, row.content, decider=self._decide, creates_tombstone=row.deleted)
 
-    def _judge(self, collection: Collection, state: DocumentState | None) -> WriteResult | None:
+    def _decide(self, collection: Collection, state: DocumentState | None) -> WriteResult | None:
         row = self._row
         current: Document | None = None if state is None else orjson.loads(state.data)
         verdict = decide_push(current, state is not None and state.deleted, row)
@@ -129,22 +126,22 @@ class _PushedWrite:
         readable = flat is not None and self._access.readable(self._identity, collection, flat)
         if verdict == "same":
             if not readable:
-                # Whoever cannot read it must not learn by guessing either.
+                # A client that cannot read the document must not be able to guess its content.
                 self._check(collection, state, flat)
             assert state is not None
             return WriteResult(self._path, STATUS_UNCHANGED, state.version, state.updated_ms)
         self._check(collection, state, flat)
-        shown = flat if readable and flat is not None else {**row.content, "id": row.id}
+        visible = flat if readable and flat is not None else {**row.content, "id": row.id}
         gone = state is None or state.deleted or not readable
-        self._conflicts.append(self._shape.of(shown, gone))
+        self._conflicts.append(self._shape.apply(visible, gone))
         return WriteResult(self._path, STATUS_CONFLICT)
 
     def _check(self, collection: Collection, state: DocumentState | None, flat: Document | None) -> None:
-        """The write rule comes before everything that could tell something."""
+        """Check the write rule before anything about the document is revealed."""
         row = self._row
         new = document.flatten_document(row.content, row.id, collection.name, 0, 0, 0)
         lives = state is not None and not state.deleted
-        check = self._access.writing(self._identity)
+        check = self._access.write_check(self._identity)
         if row.deleted:
             check(collection, "delete", flat if lives else new, None)
         else:
@@ -169,59 +166,59 @@ BATCHES_CACHED_MAX: Final = 8
 
 
 class PullRequest(NamedTuple):
-    """What a client asks for."""
+    """The parameters of a pull."""
 
     database: str
     name: str
-    given: Any  # the checkpoint as it came
+    raw_checkpoint: Any
     checkpoint: Checkpoint | None
     limit: int
     shape: DocumentShape
 
 
 class PullResult(NamedTuple):
-    """A page, and how far the client is when it has it."""
+    """A page, and the client's cursor after it."""
 
     pieces: AsyncIterator[bytes]
-    walk: PullCursor | None
+    cursor: PullCursor | None
 
 
 class Replication:
-    """Owned by the loop thread."""
+    """State shared by the replication routes. Owned by the loop thread."""
 
     def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
         self.context = context
         self.limits = context.limits
         self.gateway = gateway
-        self.book: CollectionRegistry = gateway.book
+        self.registry: CollectionRegistry = gateway.registry
         self.access = gateway.access
         self.pushes = PushHandler(writer, gateway.access)
-        self.wires: set[ReplicationTransport] = set()
+        self.transports: set[ReplicationTransport] = set()
         self._feeds: dict[tuple[str, str], set[ReplicationFeed]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self.outbound_bytes = 0  # of all wires, at the last tick
-        self.held_bytes = 0  # said by clients that have not said who they are
+        self.outbound_bytes = 0  # unsent bytes of all connections at the last tick
+        self.held_bytes = 0  # buffered before authentication or while draining
         self.pulls = 0
         self.resyncs = 0
         self._signer: TokenSigner | None = None
-        self._making_key = False
+        self._creating_key = False
         self._batches: dict[tuple[object, ...], FeedBatch] = {}
 
-    # -- walks -----------------------------------------------------------------------------------------
+    # -- cursors ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """One key for good: clients are away longer than keys of tokens last, and it opens nothing."""
-        log = self.book.log
+        """One key that is never rotated: clients may be offline for long, and it grants no access."""
+        log = self.registry.log
         secret = log.streams.meta.get(REPLICATION_KEY_FACT)
         if secret is not None:
             self._signer = _signer(secret)
-        elif log.refusal is None and not self._making_key:
-            self._making_key = True
+        elif log.refusal is None and not self._creating_key:
+            self._creating_key = True
             fresh = secrets.token_bytes(KEY_BYTES)
 
             def durable(_: Transaction, error: TailraceError | None) -> None:
-                self._making_key = False
+                self._creating_key = False
                 if error is None:
                     self._signer = _signer(fresh)
 
@@ -232,42 +229,42 @@ class Replication:
         if self._signer is None:
             self.start()
         if self._signer is None:
-            raise TailraceError("unavailable", "the server cannot sign checkpoints yet")
+            raise TailraceError("unavailable", "the checkpoint signing key is not available yet, retry")
         return self._signer
 
     def find(self, database: str, name: str) -> Collection | None:
-        """The collection, once it has come into being."""
-        found = self.book.find(database, name)
+        """The collection, if its creation is durable."""
+        found = self.registry.find(database, name)
         return None if found is None or not found.durable else found
 
     def pages(self, identity: Identity, collection: Collection, shape: DocumentShape) -> ChangePages:
-        return ChangePages(self.book, self.access, identity, collection, shape)
+        return ChangePages(self.registry, self.access, identity, collection, shape)
 
-    def walk(self, identity: Identity, collection: Collection, given: Checkpoint | None) -> PullCursor:
-        """Where a checkpoint stands; raises if it cannot be gone on from."""
-        fresh = self.tail(identity, collection)
-        if given is None:
-            return fresh.moved([0] * len(fresh.seqs), began=fresh.seqs)
-        purged = [one.seq for one in self.book.view.now.purged(collection.number, len(fresh.seqs))]
-        if given.walk is None:
-            return self._since(collection, given.updated_ms, fresh, purged)
-        walk = given.walk
-        if (walk.database, walk.collection) != (fresh.database, fresh.collection):
-            raise TailraceError("invalid_checkpoint", "the checkpoint is of another collection")
-        known = len(walk.seqs) == len(fresh.seqs) and not any(map(int.__gt__, walk.seqs, fresh.seqs))
-        if walk.generation != fresh.generation or not known:
-            raise checkpoints.checkpoint_expired("the collection was made anew")
-        if walk.misses(purged):
-            raise checkpoints.checkpoint_expired("deletions that it has not seen are forgotten")
-        return walk if walk.digest == fresh.digest else walk.again(fresh.digest)
+    def cursor(self, identity: Identity, collection: Collection, checkpoint: Checkpoint | None) -> PullCursor:
+        """The cursor of a checkpoint; raises if it cannot be continued."""
+        fresh = self.cursor_at_end(identity, collection)
+        if checkpoint is None:
+            return fresh.advanced([0] * len(fresh.seqs), began=fresh.seqs)
+        purged = [one.seq for one in self.registry.view.current.purged(collection.number, len(fresh.seqs))]
+        if checkpoint.cursor is None:
+            return self._since(collection, checkpoint.updated_ms, fresh, purged)
+        cursor = checkpoint.cursor
+        if (cursor.database, cursor.collection) != (fresh.database, fresh.collection):
+            raise TailraceError("invalid_checkpoint", "the checkpoint belongs to another collection")
+        known = len(cursor.seqs) == len(fresh.seqs) and not any(map(int.__gt__, cursor.seqs, fresh.seqs))
+        if cursor.generation != fresh.generation or not known:
+            raise checkpoints.checkpoint_expired("the collection was created again")
+        if cursor.misses(purged):
+            raise checkpoints.checkpoint_expired("tombstones that the client has not received were purged")
+        return cursor if cursor.digest == fresh.digest else cursor.restarted(fresh.digest)
 
-    def tail(self, identity: Identity, collection: Collection) -> PullCursor:
-        """A walk that has come to the end."""
+    def cursor_at_end(self, identity: Identity, collection: Collection) -> PullCursor:
+        """A cursor at the current end."""
         return PullCursor(
             collection.database,
             collection.name,
-            self.book.generation(collection),
-            self.access.read_meaning(identity, collection),
+            self.registry.generation(collection),
+            self.access.read_fingerprint(identity, collection),
             list(collection.applied),
             [],
             [],
@@ -276,55 +273,57 @@ class Replication:
     def _since(
         self, collection: Collection, updated_ms: int, fresh: PullCursor, purged: list[int]
     ) -> PullCursor:
-        """A client that knows a time only gets whatever may have come later: repeats, but no losses."""
+        """For a checkpoint with only a time: all that may be newer, with repeats but without losses."""
         since_ms = updated_ms - LATE_MS
-        view = self.book.view.now
+        view = self.registry.view.current
         seqs = [
-            view.last_before(collection.number, partition, since_ms, tail)
+            view.last_seq_before(collection.number, partition, since_ms, tail)
             for partition, tail in enumerate(fresh.seqs)
         ]
         if any(map(int.__gt__, purged, seqs)):
-            kept_s = collection.config.tombstone_s(self.limits)
+            retained_s = collection.config.tombstone_s(self.limits)
             now_ms = self.context.clock.now_ns() // 1_000_000
-            if kept_s is None or since_ms < now_ms - kept_s * 1000:
-                raise checkpoints.checkpoint_expired("deletions that it has not seen are forgotten")
-            # They are all older than that.
+            if retained_s is None or since_ms < now_ms - retained_s * 1000:
+                raise checkpoints.checkpoint_expired(
+                    "tombstones that the client has not received were purged"
+                )
+            # All purged tombstones are older than that.
             seqs = list(map(max, seqs, purged))
-        return fresh.moved(seqs)
+        return fresh.advanced(seqs)
 
-    def shown(self, walk: PullCursor, last: tuple[int, str]) -> dict[str, Any]:
-        return checkpoints.encode_checkpoint(walk, *last, self.signer)
+    def checkpoint_json(self, cursor: PullCursor, last: tuple[int, str]) -> dict[str, Any]:
+        return checkpoints.encode_checkpoint(cursor, *last, self.signer)
 
     async def pull(
-        self, identity: Identity, asked: PullRequest, head: bytes = b"", tail: bytes = b""
+        self, identity: Identity, request: PullRequest, head: bytes = b"", tail: bytes = b""
     ) -> PullResult:
-        """The page behind a checkpoint, as JSON between `head` and `tail`."""
+        """The page after a checkpoint, as JSON between `head` and `tail`."""
         self.pulls += 1
-        collection = self.find(asked.database, asked.name)
+        collection = self.find(request.database, request.name)
         if collection is None:
-            if asked.checkpoint is not None and asked.checkpoint.walk is not None:
-                raise checkpoints.checkpoint_expired("the collection is gone")
-            empty = orjson.dumps({"documents": [], "checkpoint": asked.given})
+            if request.checkpoint is not None and request.checkpoint.cursor is not None:
+                raise checkpoints.checkpoint_expired("the collection was deleted")
+            empty = orjson.dumps({"documents": [], "checkpoint": request.raw_checkpoint})
             return PullResult(_single_piece(head + empty + tail), None)
         if collection.state not in READABLE_STATES:
-            raise TailraceError("unavailable", "the collection is being loaded, or in doubt")
-        pages = self.pages(identity, collection, asked.shape)
-        listed = await pages.listed(self.walk(identity, collection, asked.checkpoint), asked.limit)
-        # Nothing new: what the client has stays good.
-        checkpoint = self.shown(listed.walk, listed.last) if listed.keys else asked.given
+            raise TailraceError("unavailable", f"the collection is {collection.state}, retry later")
+        pages = self.pages(identity, collection, request.shape)
+        page = await pages.list_page(self.cursor(identity, collection, request.checkpoint), request.limit)
+        # Nothing new: the client's checkpoint stays valid.
+        checkpoint = self.checkpoint_json(page.cursor, page.last) if page.keys else request.raw_checkpoint
         end = b',"checkpoint":%b}' % orjson.dumps(checkpoint)
-        return PullResult(pages.pieces(listed, head + b'{"documents":', end + tail), listed.walk)
+        return PullResult(pages.stream_page(page, head + b'{"documents":', end + tail), page.cursor)
 
     async def batch(
-        self, identity: Identity, collection: Collection, shape: DocumentShape, walk: PullCursor, limit: int
+        self, identity: Identity, collection: Collection, shape: DocumentShape, cursor: PullCursor, limit: int
     ) -> FeedBatch:
-        """What comes next on a feed. Many stand at one place and may read the same: made once for all."""
-        key = _batch_key(collection, walk, shape, limit)
+        """The next batch of a feed; cached, since many feeds have the same position and rights."""
+        key = _batch_key(collection, cursor, shape, limit)
         found = self._batches.get(key)
         if found is None:
             pages = self.pages(identity, collection, shape)
-            found = await pages.batch(walk, limit, self.limits.watch_snapshot_bytes)
-            if not walk.began and not walk.held and key == _batch_key(collection, walk, shape, limit):
+            found = await pages.batch(cursor, limit, self.limits.watch_snapshot_bytes)
+            if not cursor.began and not cursor.held and key == _batch_key(collection, cursor, shape, limit):
                 self._batches[key] = found
                 while len(self._batches) > BATCHES_CACHED_MAX:
                     del self._batches[next(iter(self._batches))]
@@ -338,45 +337,45 @@ class Replication:
         rows: list[PushRow],
         shape: DocumentShape,
         client: object,
-        told: PushCallback,
+        callback: PushCallback,
     ) -> None:
-        """`client`: whose feeds wait meanwhile; None if nobody can tell."""
+        """`client` identifies the feeds that wait during the push; None if unknown."""
 
-        def noted() -> None:
+        def mark_pushed() -> None:
             now = self.context.loop.time()
             for feed in self._feeds.get((database, name), ()) if client is not None else ():
                 if feed.client == client:
                     feed.pushed_at = now
 
-        def answer(conflicts: list[Document], refusal: TailraceError | None) -> None:
-            noted()
-            told(conflicts, refusal)
+        def on_written(conflicts: list[Document], error: TailraceError | None) -> None:
+            mark_pushed()
+            callback(conflicts, error)
 
-        noted()
-        self.pushes.push(identity, database, name, rows, shape, answer)
+        mark_pushed()
+        self.pushes.push(identity, database, name, rows, shape, on_written)
 
-    # -- feeds and wires -------------------------------------------------------------------------------
+    # -- feeds and connections -------------------------------------------------------------------------
 
     def check_room(self) -> None:
-        if len(self.wires) + len(self.gateway.sessions) >= self.limits.watch_connections:
-            raise TailraceError("overloaded", "there are too many realtime connections")
+        if len(self.transports) + len(self.gateway.sessions) >= self.limits.watch_connections:
+            raise TailraceError("overloaded", "too many realtime connections, retry later")
 
     @property
-    def is_crowded(self) -> bool:
-        """So much is unsent that feeds wait: they are the first that can."""
+    def is_overloaded(self) -> bool:
+        """Whether feeds must wait because too many bytes are unsent."""
         unsent = self.outbound_bytes + self.gateway.outbound_bytes
         return unsent >= SOFT * self.limits.watch_outbound_total_bytes
 
-    def opened(self, wire: ReplicationTransport) -> None:
-        self.wires.add(wire)
+    def opened(self, transport: ReplicationTransport) -> None:
+        self.transports.add(transport)
         if self._timer is None:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
-    def closed(self, wire: ReplicationTransport) -> None:
-        self.wires.discard(wire)
+    def closed(self, transport: ReplicationTransport) -> None:
+        self.transports.discard(transport)
 
     def follow(self, feed: ReplicationFeed) -> asyncio.Task[None]:
-        """Lets a feed run until it is cancelled or its wire ends."""
+        """Run a feed until it is cancelled or its connection ends."""
         key = (feed.database, feed.name)
         self._feeds.setdefault(key, set()).add(feed)
 
@@ -402,31 +401,35 @@ class Replication:
         return sum(len(found) for found in self._feeds.values())
 
     def on_changed(self, collection: Collection) -> None:
-        """Something of the collection is durable, or its rules are others; the view has it by the time that
-        anybody whom this wakes has their turn."""
+        """Wake the feeds of a collection whose documents or rules changed; the view is updated by the time
+        they run."""
         for feed in self._feeds.get((collection.database, collection.name), ()):
             feed.woken.set()
 
     def _tick(self) -> None:
         self._timer = None
-        self.outbound_bytes = sum(wire.unsent_bytes for wire in self.wires)
+        self.outbound_bytes = sum(transport.unsent_bytes for transport in self.transports)
         now = self.context.loop.time()
-        for wire in tuple(self.wires):
-            wire.on_tick(now)
-        if self.wires:
+        for transport in tuple(self.transports):
+            transport.on_tick(now)
+        if self.transports:
             self._timer = self.context.loop.call_later(TICK_S, self._tick)
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Sends away whoever has lost their right, and counts them."""
-        lost = [wire for wire in self.wires if wire.known is not None and not stands(wire.known)]
-        for wire in lost:
-            wire.close(4401, "the token was revoked")
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """Close connections whose token was revoked; returns how many."""
+        lost = [
+            transport
+            for transport in self.transports
+            if transport.authenticated is not None and not is_valid(transport.authenticated)
+        ]
+        for transport in lost:
+            transport.close(4401, "the token was revoked")
         return len(lost)
 
-    def end_all(self) -> None:
-        """Shutdown: what is under way is answered, then everybody comes back."""
-        for wire in tuple(self.wires):
-            wire.drain()
+    def close_all(self) -> None:
+        """Shutdown: answer pending requests, then close all connections."""
+        for transport in tuple(self.transports):
+            transport.drain()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -441,8 +444,8 @@ def _signer(secret: bytes) -> TokenSigner:
 
 
 def _batch_key(
-    collection: Collection, walk: PullCursor, shape: DocumentShape, limit: int
+    collection: Collection, cursor: PullCursor, shape: DocumentShape, limit: int
 ) -> tuple[object, ...]:
-    """Feeds of which this is the same are sent the same, as long as nothing happens."""
-    about = (collection, walk.generation, walk.digest, collection.config.rule_version, shape, limit)
-    return (*about, tuple(walk.began), tuple(walk.held), tuple(walk.seqs), tuple(collection.applied))
+    """Feeds with equal keys receive the same batch."""
+    about = (collection, cursor.generation, cursor.digest, collection.config.rule_version, shape, limit)
+    return (*about, tuple(cursor.began), tuple(cursor.held), tuple(cursor.seqs), tuple(collection.applied))

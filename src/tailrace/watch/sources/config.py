@@ -1,13 +1,9 @@
-"""Configuration of a source, and the policy for secrets it may use.
+"""Configuration of a source, and the policy for the secrets it may use.
 
-What a source is told: where it is, which tables become which collections, and how fast it may go.
-
-A table is one of PostgreSQL, a collection of MongoDB, or a type of a stream.
-
-Secrets are named, never given: a connection string is in a variable of the server's environment or in a
-file, and nothing that is shown or stored has more of it than that name.
-
-Which secrets of the server sources may use: whoever manages a database does not manage the machine.
+A source maps tables to collections; a table is one of PostgreSQL, a collection of MongoDB, or a type of a
+stream. Secrets are referenced by name: a connection string is in an environment variable of the server or in
+a file, and responses and stored configuration contain only that name. `SecretPolicy` restricts which
+variables and files may be used, since database managers need not be operators of the machine.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ _MEMBERS: Final = _COMMON_MEMBERS.union(*_MEMBERS_BY_KIND.values())
 
 
 class SecretRef(msgspec.Struct, frozen=True):
-    """Where a secret is."""
+    """A reference to a secret."""
 
     env: str | None = None
     file: str | None = None
@@ -64,21 +60,21 @@ class SecretRef(msgspec.Struct, frozen=True):
             with Path(self.file or "").open("rb") as opened:
                 return opened.read(SECRET_BYTES).decode().strip()
         except (OSError, ValueError) as error:
-            raise SourceError(f"the file of the connection string cannot be read: {error}") from None
+            raise SourceError(f"cannot read the file of the connection string: {error}") from None
 
-    def shown(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, str]:
         return {"env": self.env} if self.env is not None else {"file": self.file or ""}
 
 
 class TableMapping(msgspec.Struct, frozen=True):
-    """One table, and the collection it becomes."""
+    """A table and its collection."""
 
     table: str
     collection: str
-    key: tuple[str, ...] = ()  # none: the primary key
+    key: tuple[str, ...] = ()  # empty: the primary key
     partitions: int | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"collection": self.collection}
         if self.key:
             found["key"] = list(self.key)
@@ -104,9 +100,9 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     numeric: str
 
     def value(self) -> dict[str, Any]:
-        """As it was given, with what was left out; `read_config` reads it."""
+        """The configuration as JSON with defaults, readable by `read_source_config`."""
         where: dict[str, Any] = {
-            "dsn": None if self.dsn is None else self.dsn.shown(),
+            "dsn": None if self.dsn is None else self.dsn.to_json(),
             "publication": self.publication,
             "slot": self.slot,
             "initial": self.initial,
@@ -117,69 +113,69 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
             "name": self.name,
             "kind": self.kind,
             **{name: value for name, value in where.items() if name in _MEMBERS_BY_KIND[self.kind]},
-            "collections": {one.table: one.shown() for one in self.tables},
+            "collections": {one.table: one.to_json() for one in self.tables},
             "batch": {"maxChanges": self.batch_changes, "maxBytes": self.batch_bytes},
             "limits": {"eventsPerSecond": self.events_per_s, "bytesPerSecond": self.bytes_per_s},
             "onGap": self.on_gap,
         }
 
     def identity(self) -> tuple[object, ...]:
-        """What cannot change without a load from the start."""
+        """What cannot change without a new load."""
         return self.kind, self.publication, self.slot, self.stream, self.tables, self.numeric
 
 
 def check_source_name(name: str) -> str:
     if not _NAME.match(name):
-        raise _invalid("a source is named by a small letter and up to 62 of a-z, 0-9, '_', '-'")
+        raise _invalid("the name of a source must be a letter a-z and up to 62 of a-z, 0-9, '_', '-'")
     return name
 
 
-def read_source_config(database: str, name: str, given: dict[str, Any]) -> SourceConfig:
-    """Checked; what was left out has its default."""
-    if unknown := sorted(set(given) - _MEMBERS):
+def read_source_config(database: str, name: str, value: dict[str, Any]) -> SourceConfig:
+    """Parse and validate a configuration; missing members get defaults."""
+    if unknown := sorted(set(value) - _MEMBERS):
         raise _invalid(f"unknown member {unknown[0]!r}")
-    if given.get("name", name) != name:
-        raise _invalid("the name is that of the path")
-    kind = given.get("kind")
+    if value.get("name", name) != name:
+        raise _invalid("name must equal the name in the path")
+    kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _MEMBERS_BY_KIND:
-        raise _invalid("kind is postgres, mongo or stream")
-    if unknown := sorted(set(given) - _COMMON_MEMBERS - _MEMBERS_BY_KIND[kind]):
-        raise _invalid(f"a source of the kind {kind} has no {unknown[0]}")
-    slot = given.get("slot", _slot_of(database, name))
+        raise _invalid("kind must be postgres, mongo or stream")
+    if unknown := sorted(set(value) - _COMMON_MEMBERS - _MEMBERS_BY_KIND[kind]):
+        raise _invalid(f"a source of kind {kind} must not have {unknown[0]}")
+    slot = value.get("slot", _default_slot(database, name))
     if not isinstance(slot, str) or not _SLOT.match(slot):
-        raise _invalid("slot has 1 to 63 of a-z, 0-9 and '_'")
-    publication = given.get("publication", "tailrace")
+        raise _invalid("slot must be 1 to 63 of a-z, 0-9 and '_'")
+    publication = value.get("publication", "tailrace")
     if not isinstance(publication, str) or not 1 <= len(publication.encode()) <= 63 or "\0" in publication:
-        raise _invalid("publication is the name of a publication, 1 to 63 bytes")
-    batch = _object(given, "batch", {"maxChanges", "maxBytes"})
-    limits = _object(given, "limits", {"eventsPerSecond", "bytesPerSecond"})
+        raise _invalid("publication must be a name of 1 to 63 bytes")
+    batch = _read_object(value, "batch", {"maxChanges", "maxBytes"})
+    limits = _read_object(value, "limits", {"eventsPerSecond", "bytesPerSecond"})
     return SourceConfig(
         name=name,
         kind=kind,
-        dsn=None if kind == "stream" else _secret(given.get("dsn")),
+        dsn=None if kind == "stream" else _read_secret(value.get("dsn")),
         publication=publication,
         slot=slot,
-        stream=_stream(given.get("stream")) if kind == "stream" else "",
-        tables=_tables(given.get("collections"), kind),
-        batch_changes=_number(batch, "maxChanges", BATCH_CHANGES, BATCH_CHANGES_MAX),
-        batch_bytes=_number(batch, "maxBytes", BATCH_BYTES, BATCH_BYTES_MAX),
-        events_per_s=_number(limits, "eventsPerSecond", EVENTS_PER_S, RATE_MAX),
-        bytes_per_s=_number(limits, "bytesPerSecond", BYTES_PER_S, RATE_MAX),
-        on_gap=_choice(given, "onGap", ("rescan", "hold")),
-        initial=_choice(given, "initial", ("load", "now")),
-        numeric=_choice(given, "numeric", ("string", "double")),
+        stream=_read_stream(value.get("stream")) if kind == "stream" else "",
+        tables=_read_tables(value.get("collections"), kind),
+        batch_changes=_read_number(batch, "maxChanges", BATCH_CHANGES, BATCH_CHANGES_MAX),
+        batch_bytes=_read_number(batch, "maxBytes", BATCH_BYTES, BATCH_BYTES_MAX),
+        events_per_s=_read_number(limits, "eventsPerSecond", EVENTS_PER_S, RATE_MAX),
+        bytes_per_s=_read_number(limits, "bytesPerSecond", BYTES_PER_S, RATE_MAX),
+        on_gap=_read_choice(value, "onGap", ("rescan", "hold")),
+        initial=_read_choice(value, "initial", ("load", "now")),
+        numeric=_read_choice(value, "numeric", ("string", "double")),
     )
 
 
-def _slot_of(database: str, name: str) -> str:
+def _default_slot(database: str, name: str) -> str:
     return f"tailrace_{database}_{name}".replace("-", "_")[:63]
 
 
-def _secret(given: object) -> SecretRef:
+def _read_secret(value: object) -> SecretRef:
     wrong = _invalid('dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}')
-    if not isinstance(given, dict) or len(cast("dict[str, Any]", given)) != 1:
+    if not isinstance(value, dict) or len(cast("dict[str, Any]", value)) != 1:
         raise wrong
-    found = cast("dict[str, Any]", given)
+    found = cast("dict[str, Any]", value)
     env, file = found.get("env"), found.get("file")
     if isinstance(env, str) and _VARIABLE.match(env):
         return SecretRef(env=env)
@@ -188,66 +184,66 @@ def _secret(given: object) -> SecretRef:
     raise wrong
 
 
-def _stream(given: object) -> str:
-    if not isinstance(given, str) or not 1 <= len(given.encode()) <= 1024 or given.startswith("__"):
-        raise _invalid("stream is the name of a stream of this server")
-    return given
+def _read_stream(value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value.encode()) <= 1024 or value.startswith("__"):
+        raise _invalid("stream must be the name of a stream of this server")
+    return value
 
 
-def _tables(given: object, kind: str) -> tuple[TableMapping, ...]:
-    if not isinstance(given, dict) or not given:
+def _read_tables(value: object, kind: str) -> tuple[TableMapping, ...]:
+    if not isinstance(value, dict) or not value:
         raise _invalid('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
-    items = cast("dict[str, Any]", given)
+    items = cast("dict[str, Any]", value)
     if len(items) > TABLES_MAX:
-        raise _invalid(f"a source has at most {TABLES_MAX} collections")
+        raise _invalid(f"a source may have at most {TABLES_MAX} collections")
     found = tuple(_table_mapping(table, item, kind) for table, item in items.items())
     if len({one.collection for one in found}) != len(found):
-        raise _invalid("each table becomes a collection of its own")
+        raise _invalid("tables must have different collections")
     return found
 
 
-def _table_mapping(table: str, given: Any, kind: str) -> TableMapping:
+def _table_mapping(table: str, value: Any, kind: str) -> TableMapping:
     schema, dot, name = table.partition(".")
     if len(table) > 200 or "\0" in table or (kind != "stream" and not (dot and schema and name)):
         form = "database.collection" if kind == "mongo" else "schema.table"
-        raise _invalid(f"{table[:80]!r} is not of the form {form}")
+        raise _invalid(f"{table[:80]!r} must have the form {form}")
     known = {"collection", "key", "partitions"} if kind == "postgres" else {"collection", "partitions"}
-    if not isinstance(given, dict) or not set(cast("dict[str, Any]", given)) <= known:
-        raise _invalid(f"{table}: it has {', '.join(sorted(known))}")
-    item = cast("dict[str, Any]", given)
+    if not isinstance(value, dict) or not set(cast("dict[str, Any]", value)) <= known:
+        raise _invalid(f"{table}: must be an object of {', '.join(sorted(known))}")
+    item = cast("dict[str, Any]", value)
     collection, key, partitions = item.get("collection"), item.get("key", []), item.get("partitions")
     if not isinstance(collection, str):
-        raise _invalid(f"{table}: collection is the name of a collection")
+        raise _invalid(f"{table}: collection must be the name of a collection")
     columns: list[Any] = cast("list[Any]", key) if isinstance(key, list) else [None]
     if len(columns) > KEY_COLUMNS_MAX or not all(isinstance(one, str) and one for one in columns):
-        raise _invalid(f"{table}: key is a list of columns")
+        raise _invalid(f"{table}: key must be a list of columns")
     if len(set(columns)) != len(columns):
         raise _invalid(f"{table}: key names a column twice")
     if partitions is not None and (
         type(partitions) is not int or not 1 <= partitions <= names.PARTITIONS_MAX
     ):
-        raise _invalid(f"{table}: partitions is a number from 1 to {names.PARTITIONS_MAX}")
+        raise _invalid(f"{table}: partitions must be 1 to {names.PARTITIONS_MAX}")
     return TableMapping(table, names.check_collection(collection), tuple(columns), partitions)
 
 
-def _object(given: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
-    found = given.get(name, {})
+def _read_object(value: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
+    found = value.get(name, {})
     if not isinstance(found, dict) or not set(cast("dict[str, Any]", found)) <= known:
-        raise _invalid(f"{name} has {' and '.join(sorted(known))}")
+        raise _invalid(f"{name} must be an object of {' and '.join(sorted(known))}")
     return cast("dict[str, Any]", found)
 
 
-def _number(given: dict[str, Any], name: str, default: int, most: int) -> int:
-    found = given.get(name, default)
+def _read_number(value: dict[str, Any], name: str, default: int, most: int) -> int:
+    found = value.get(name, default)
     if type(found) is not int or not 1 <= found <= most:
-        raise _invalid(f"{name} is a number from 1 to {most}")
+        raise _invalid(f"{name} must be 1 to {most}")
     return found
 
 
-def _choice(given: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
-    found = given.get(name, choices[0])
+def _read_choice(value: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
+    found = value.get(name, choices[0])
     if found not in choices:
-        raise _invalid(f"{name} is {' or '.join(choices)}")
+        raise _invalid(f"{name} must be {' or '.join(choices)}")
     return found
 
 
@@ -255,12 +251,12 @@ def _invalid(message: str) -> TailraceError:
     return TailraceError("invalid_request", message)
 
 
-# Of the server itself and of its object store: only a pattern that begins like this lets them be used.
+# Variables of the server and its object store: usable only with a pattern that starts with one of these.
 _RESERVED_VARIABLES: Final = ("TAILRACE_", "AWS_", "AZURE_", "GOOGLE_")
 
 
 class SecretPolicy:
-    """What the operator lets sources use, by the names of variables and the directories of files."""
+    """The variables and directories that the operator allows sources to use."""
 
     def __init__(self, variables: Sequence[str], directories: Sequence[str]) -> None:
         self._variables = variables
@@ -283,6 +279,6 @@ class SecretPolicy:
         return any(fnmatchcase(name, pattern) and pattern.startswith(reserved) for pattern in self._variables)
 
     def _may_use_file(self, file: str) -> bool:
-        """Links are followed first: what counts is where the secret is."""
-        place = Path(os.path.realpath(file))
-        return any(place.is_relative_to(os.path.realpath(directory)) for directory in self._directories)
+        """Symbolic links are resolved first."""
+        index = Path(os.path.realpath(file))
+        return any(index.is_relative_to(os.path.realpath(directory)) for directory in self._directories)

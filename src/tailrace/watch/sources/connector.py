@@ -1,15 +1,8 @@
-"""Running a source: driver thread, retries, initial copy; the base of the database connectors.
+"""Running a source: sessions with back-off, the driver thread, and the initial copy of a database.
 
-A thread that a source's connection belongs to: the driver blocks, the loop must not.
-
-Which keys a copy has shown: kept in a file that nobody else sees, however many they are.
-
-A source at work, whatever its kind: one session after the other, until somebody ends it.
-
-Whatever goes wrong ends the session. The next one, after a pause that grows, finds out from what is durable
-where the source was; what it reads again it knows by its position.
-
-A database outside that is followed: what all kinds have in common is how it is reached and copied.
+A source runs one session after the other until it is cancelled. Any error ends the session. The next one
+starts, after a growing pause, at the durable position; changes that are read again are recognized by their
+position. Database drivers block, so each connection belongs to a `SourceThread`.
 """
 
 from __future__ import annotations
@@ -28,6 +21,7 @@ import apsw
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.watch.audit import AuditLog
 from tailrace.watch.collection import Collection
 from tailrace.watch.collection_registry import CollectionRegistry
@@ -41,7 +35,7 @@ T = TypeVar("T")
 
 
 class SourceThread:
-    """Does one thing after the other. A daemon: nothing that hangs keeps the server from stopping."""
+    """Runs calls one after the other. A daemon thread: a hanging driver cannot block shutdown."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -52,13 +46,13 @@ class SourceThread:
         self._thread.start()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """The result, when it is there; nothing is taken back that has begun."""
+        """Run a function on the thread; a call that has started cannot be cancelled."""
         settled: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put((settled, lambda: function(*args, **kwargs)))
         return settled
 
     def finish(self, last: Callable[[], object]) -> None:
-        """Does one more thing, whose outcome nobody waits for, and ends."""
+        """Run a last function, ignore its result, and end the thread."""
         self._jobs.put((None, last))
         self._jobs.put(None)
 
@@ -71,14 +65,14 @@ class SourceThread:
                 continue
             try:
                 result = function()
-            except BaseException as error:  # noqa: BLE001 - given to whoever waits
-                self._tell(_fail, settled, error)
+            except BaseException as error:  # noqa: BLE001 - passed to the caller
+                self._settle(_fail, settled, error)
             else:
-                self._tell(_succeed, settled, result)
+                self._settle(_succeed, settled, result)
 
-    def _tell(self, settle: Callable[[asyncio.Future[Any], Any], None], *given: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(settle, *given)
+    def _settle(self, settle: Callable[[asyncio.Future[Any], Any], None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(settle, *args)
 
 
 def _succeed(settled: asyncio.Future[Any], result: Any) -> None:
@@ -92,8 +86,10 @@ def _fail(settled: asyncio.Future[Any], error: BaseException) -> None:
 
 
 class SeenKeys:
+    """The keys seen by a copy, in a temporary file: there may be many."""
+
     def __init__(self) -> None:
-        self._connection = apsw.Connection("")  # a temporary file, gone when it is closed
+        self._connection = apsw.Connection("")  # a temporary file, deleted on close
         self._execute = cast("Execute", self._connection.execute)  # pyright: ignore[reportUnknownMemberType]
         self._execute("PRAGMA journal_mode=OFF")
         self._execute("PRAGMA cache_size=-4096")
@@ -105,8 +101,8 @@ class SeenKeys:
             self._execute("INSERT OR IGNORE INTO seen VALUES(?)", (key,))
         self._execute("COMMIT")
 
-    def lacks(self, keys: Sequence[str]) -> list[str]:
-        """Those that were not shown."""
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """The keys that were not added."""
         find = "SELECT 1 FROM seen WHERE key=?"
         return [key for key in keys if self._execute(find, (key,)).fetchone() is None]
 
@@ -122,9 +118,9 @@ ERROR_CHARS: Final = 500
 
 
 class SourceContext(NamedTuple):
-    """A source, and all that whoever follows it has to do with."""
+    """A source and what its connector needs."""
 
-    book: CollectionRegistry
+    registry: CollectionRegistry
     states: SourceLifecycle
     config: SourceConfig
     status: SourceStatus
@@ -135,74 +131,81 @@ class SourceContext(NamedTuple):
 class SourceRunner(ABC):
     """Runs one source until it is cancelled."""
 
-    def __init__(self, followed: SourceContext) -> None:
-        self._book, self._states, self._config, self._status, self._limits, self._audit = followed
+    def __init__(self, context: SourceContext) -> None:
+        self._registry, self._states, self._config, self._status, self._limits, self._audit = context
         self._retry_s = RETRY_S_MIN
 
     async def run(self) -> None:
         while True:
-            pause_s = await self._once()
+            pause_s = await self._run_session()
             if pause_s is None:
                 return
             await asyncio.sleep(pause_s)
 
     @abstractmethod
     async def _session(self) -> None:
-        """Until something is wrong."""
+        """One session; returns or raises when it ends."""
 
-    async def _left(self) -> None:
-        """The session is over, and another may follow."""
+    async def _on_disconnect(self) -> None:
+        """The session ended; another may follow."""
         self._status.connected = False
 
-    def _explained(self, error: Exception) -> str | None:
-        """What an error means that is not ours; None if that is not known."""
+    def _explain_error(self, error: Exception) -> str | None:
+        """A readable text for an error of the driver; None for other errors."""
         return None
 
-    async def _once(self) -> float | None:
-        """One session; for how long to wait before the next, None if there is to be none."""
+    async def _run_session(self) -> float | None:
+        """Run one session; the pause before the next one, None to stop."""
         status = self._status
         try:
-            await self._states.settled()
+            await self._states.wait_settled()
             await self._session()
         except GapError as gap:
-            logger.warning("the source %s has a gap: %s", self._config.name, gap.reason)
+            logger.warning("source has a gap", extra=self._log_fields(gap.reason))
             status.gaps += 1
             self._audit.event("source.gap", None, {"source": self._config.name, "reason": gap.reason})
             with suppress(TailraceError):
-                await self._states.lose(gap.reason, rescan=self._config.on_gap == "rescan")
+                await self._states.mark_stale(gap.reason, rescan=self._config.on_gap == "rescan")
             status.error = gap.reason
         except SupersededError as error:
-            logger.warning("the source %s: %s", self._config.name, error)
+            logger.warning("source was taken over by another connector", extra=self._log_fields(error))
             return None
         except (SourceError, TailraceError) as error:
             status.error = str(error)
-            logger.warning("the source %s: %s", self._config.name, error)
+            logger.warning("source session failed, retrying", extra=self._log_fields(error))
         except Exception as error:
-            known = self._explained(error)
+            known = self._explain_error(error)
             status.error = known or _shortened(error)
-            logger.warning("the source %s: %s", self._config.name, status.error, exc_info=known is None)
+            logger.warning(
+                "source session failed, retrying",
+                extra=self._log_fields(status.error),
+                exc_info=known is None,
+            )
         status.restarts += 1
-        await self._left()
+        await self._on_disconnect()
         pause_s = self._retry_s
         self._retry_s = min(2 * self._retry_s, self._limits.watch_source_retry_ms / 1000)
         return pause_s
 
-    def _worked(self) -> None:
-        """It is in order: the next pause is short."""
+    def _log_fields(self, error: object) -> dict[str, object]:
+        return log_fields(source=self._config.name, kind=self._config.kind, error=str(error))
+
+    def _reset_backoff(self) -> None:
+        """The session works: the next pause is short."""
         self._status.error = None
         self._retry_s = RETRY_S_MIN
 
-    async def _hold(self, reason: str | None) -> None:
-        """Something is missing, and an operator decides."""
+    async def _wait_for_operator(self, reason: str | None) -> None:
+        """Changes are missing: wait until an operator changes or resyncs the source."""
         self._status.error = reason
         await asyncio.Event().wait()
 
     async def _remove_unseen(self, ingest: SourceIngest, collection: Collection, seen: SeenKeys) -> None:
-        """Documents that were not mentioned are gone."""
+        """Delete documents that the copy did not contain."""
         after = ""
-        while rows := self._book.view.now.documents_after(collection.number, after, VIEW_ROWS):
+        while rows := self._registry.view.current.documents_after(collection.number, after, VIEW_ROWS):
             after = rows[-1].id
-            if gone := seen.lacks([row.id for row in rows]):
+            if gone := seen.missing([row.id for row in rows]):
                 await ingest.remove(collection, gone)
             await asyncio.sleep(0)
 
@@ -220,24 +223,24 @@ Table_contra = TypeVar("Table_contra", contravariant=True)
 
 
 class DatabaseAdapter(Protocol[Table_contra]):
-    """A database as far as all of them are alike. Everything blocks, and belongs to one thread."""
+    """What database connections have in common. All methods block and run on one thread."""
 
     def open(self) -> None: ...
     def close(self) -> None: ...
-    def copy(self, table: Table_contra, /) -> None: ...
+    def begin_copy(self, table: Table_contra, /) -> None: ...
     def rows(self, table: Table_contra, rows_max: int, bytes_max: int, /) -> list[tuple[str, bytes]]: ...
-    def done(self) -> None: ...
+    def end_cursor(self) -> None: ...
 
-    def explained(self, error: Exception, /) -> str | None:
-        """What the driver's own error says, in the database's words; None if it is not the driver's."""
+    def explain_error(self, error: Exception, /) -> str | None:
+        """The message of a driver error; None for other errors."""
         ...
 
 
 class DatabaseConnector(SourceRunner, Generic[Table]):
-    """Runs one database. Which changes there are is up to its kind."""
+    """A source that is a database; subclasses read its changes."""
 
-    def __init__(self, followed: SourceContext, adapter: DatabaseAdapter[Table]) -> None:
-        super().__init__(followed)
+    def __init__(self, context: SourceContext, adapter: DatabaseAdapter[Table]) -> None:
+        super().__init__(context)
         self._thread = SourceThread(self._config.name)
         self._connection = adapter
 
@@ -254,21 +257,21 @@ class DatabaseConnector(SourceRunner, Generic[Table]):
 
     @abstractmethod
     async def _connected(self) -> None:
-        """Until something is wrong. The connection is open."""
+        """The session after the connection is open."""
 
-    async def _left(self) -> None:
-        await super()._left()
+    async def _on_disconnect(self) -> None:
+        await super()._on_disconnect()
         with suppress(Exception):
             await self._call(self._connection.close)
 
-    def _explained(self, error: Exception) -> str | None:
-        return self._connection.explained(error)
+    def _explain_error(self, error: Exception) -> str | None:
+        return self._connection.explain_error(error)
 
     def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         return self._thread.call(function, *args, **kwargs)
 
     async def _pace(self, changes: int, size_bytes: int, began: float) -> None:
-        """No faster than is allowed."""
+        """Sleep to stay within the configured rates."""
         config = self._config
         due_s = max(changes / config.events_per_s, size_bytes / config.bytes_per_s)
         if (rest_s := due_s - (time.monotonic() - began)) > 0:
@@ -277,7 +280,7 @@ class DatabaseConnector(SourceRunner, Generic[Table]):
     # -- copying ---------------------------------------------------------------------------------------
 
     async def _load(self, ingest: SourceIngest, tables: Iterable[tuple[str, Table]]) -> None:
-        """Copies tables, and writes down what differs from what there is in the collection of each."""
+        """Copy tables, and commit what differs from their collections."""
         self._status.loaded = 0
         for name, table in tables:
             collection = self._states.collections[name]
@@ -290,7 +293,7 @@ class DatabaseConnector(SourceRunner, Generic[Table]):
 
     async def _copy(self, ingest: SourceIngest, table: Table, collection: Collection, seen: SeenKeys) -> None:
         adapter, config = self._connection, self._config
-        await self._call(adapter.copy, table)
+        await self._call(adapter.begin_copy, table)
         try:
             while rows := await self._call(adapter.rows, table, config.batch_changes, config.batch_bytes):
                 began = time.monotonic()
@@ -299,4 +302,4 @@ class DatabaseConnector(SourceRunner, Generic[Table]):
                 self._status.loaded = (self._status.loaded or 0) + len(rows)
                 await self._pace(len(rows), sum(len(data) for _, data in rows), began)
         finally:
-            await self._call(adapter.done)
+            await self._call(adapter.end_cursor)

@@ -1,11 +1,7 @@
-"""Ingest: commits changes of a source with its progress, and sets the load state of its collections.
+"""Ingest: commits the changes of a source with its progress, and manages the state of its collections.
 
-Changes of a source become entries of change streams: one commit for a batch, the position in it.
-
-What the source gave before is known by its position and is left out, so that nothing is there twice however
-often it is read again. The source is the only one that writes to its collections.
-
-The collections of a source: loading, live or stale, and what that means for whoever watches them.
+A batch of changes and the position after it are one commit. Changes that the source sends again are
+recognized by their position and dropped. The source is the only writer of its collections.
 """
 
 from __future__ import annotations
@@ -50,30 +46,30 @@ from tailrace.watch.sources.model import (
     source_stream_name,
 )
 
-CLEAR_DOCUMENTS = 500
-TURN_CHANGES = 64  # between two looks at what else the loop has to do
+TRUNCATE_DOCUMENTS = 500
+SLICE_CHANGES = 64  # then the loop runs other callbacks
 LOAD = "load"
 CHANGE_OPS = ("insert", "update", "replace", "delete")
 
 
 class SupersededError(TailraceError):
-    """Another connector has taken the source over: this one has to stop."""
+    """Another connector has taken over the source: this one must stop."""
 
     def __init__(self) -> None:
         super().__init__("stale_epoch", "another connector follows the source")
 
 
 class _IngestPlan:
-    """A batch as far as it is decided."""
+    """The entries of a batch before the commit."""
 
     def __init__(self, now_ns: int, position: SourcePosition, marked: str = "", token: str = "") -> None:
         self.now_ns = now_ns
         self.time = format_rfc3339(now_ns)
         self.position = position
-        self.marked = marked  # the collection, if it has a log of its own that the position belongs to
-        self.token = token  # and up to where that has been read
+        self.marked = marked  # the collection, if it has its own change log and position
+        self.token = token  # the resume token of that log
         self.states: dict[tuple[Collection, str], DocumentState] = {}
-        self.looked_up: dict[tuple[Collection, str], DocumentRow | None] = {}  # what the view has
+        self.prefetched: dict[tuple[Collection, str], DocumentRow | None] = {}  # rows of the view
         self.entries: dict[str, list[bytes]] = {}
 
     def next_index(self, lsn: int) -> int:
@@ -81,83 +77,85 @@ class _IngestPlan:
 
 
 class SourceIngest:
-    """One source's way into the log. `progress` is what is durable."""
+    """Writes the changes of one source to the log. `progress` is the durable progress."""
 
     def __init__(
         self,
-        book: CollectionRegistry,
+        registry: CollectionRegistry,
         database: str,
         config: SourceConfig,
         collections: Mapping[str, Collection],
         progress: SourceProgress,
         document_bytes: int,
     ) -> None:
-        self._book = book
-        self._log = book.log
+        self._registry = registry
+        self._log = registry.log
         self._fact = progress_fact(database, config.name)
         self._source = (config.kind, config.name)
         self._collections = collections
         self._bytes_max = document_bytes
         self.progress = progress
         self.counts: dict[str, int] = dict.fromkeys(CHANGE_OPS, 0)
-        self.repeats = 0  # changes that were known already
-        # The place of the last change, and which documents it was about.
-        self._here: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
-        self.offset: Callable[[int], str] | None = None  # of a stream: what its positions are called
+        self.repeats = 0  # duplicates that were dropped
+        # The position of the last change, and its documents.
+        self._last_change: tuple[tuple[int, int], set[tuple[str, str]]] = ((0, -1), set())
+        self.offset: Callable[[int], str] | None = None  # formats positions of a stream source
 
     # -- following -------------------------------------------------------------------------------------
 
     async def follow(self, changes: Sequence[SourceChange], safe: int = 0) -> None:
-        """Returns when they are durable, and with them that the source may be moved to `safe`."""
-        await self._commit(await self._taken(self._plan(), changes), safe)
+        """Commit changes, and `safe`, up to which the source may discard its log; returns when durable."""
+        await self._commit(await self._consume(self._plan(), changes), safe)
 
     async def follow_one(self, collection: str, changes: Sequence[SourceChange], token: str) -> None:
-        """The changes of one collection, whose log has been read up to the token."""
-        plan = await self._taken(self._plan(collection), changes)
+        """Commit changes of one collection whose own log was read up to the token."""
+        plan = await self._consume(self._plan(collection), changes)
         plan.token = token
         await self._commit(plan)
 
-    async def _taken(self, plan: _IngestPlan, changes: Sequence[SourceChange]) -> _IngestPlan:
-        """The plan with the changes, or with those behind the last that is a commit of its own."""
+    async def _consume(self, plan: _IngestPlan, changes: Sequence[SourceChange]) -> _IngestPlan:
+        """The plan with the changes; a truncate commits what precedes it and starts a new plan."""
         for name, keys in _keys_of(changes).items():
-            self._look_up(plan, self._collections[name], list(keys))
+            self._prefetch(plan, self._collections[name], list(keys))
         for number, change in enumerate(changes):
-            if self._was_taken(plan.position.place, change):
+            if self._is_duplicate(plan.position.place, change):
                 self.repeats += 1
-                self._book.tallies.of(self._collections[change.collection]).dropped["source"] += 1
+                self._registry.counters.for_collection(self._collections[change.collection]).dropped[
+                    "source"
+                ] += 1
                 continue
             if change.op == "clear":
                 await self._commit(plan)
-                await self._clear(change)
+                await self._truncate(change)
                 plan = self._plan()
                 continue
             collection = self._collections[change.collection]
             if change.image == IMAGE_MISSING:
-                self._note_missing(plan, collection, change)
+                self._record_missing_image(plan, collection, change)
                 continue
-            data = None if change.op == "delete" else self._filled(plan, collection, change)
+            data = None if change.op == "delete" else self._fill_unchanged(plan, collection, change)
             self._decide(plan, collection, change.key, data, change)
-            if number % TURN_CHANGES == TURN_CHANGES - 1:
+            if number % SLICE_CHANGES == SLICE_CHANGES - 1:
                 await asyncio.sleep(0)
         return plan
 
-    def _was_taken(self, position: tuple[int, int], change: SourceChange) -> bool:
-        """Whether the source gives it once more: it lies behind what was read, or is the last over again.
+    def _is_duplicate(self, position: tuple[int, int], change: SourceChange) -> bool:
+        """Whether the change was ingested before, by position.
 
-        A message can be several changes, each of another document, so the place alone does not tell.
+        One message may hold changes of several documents at the same position, so keys are compared too.
         """
-        place, key = (change.lsn, change.ordinal), (change.collection, change.key)
-        if place > position:
-            self._here = (place, {key})
+        at, key = (change.lsn, change.ordinal), (change.collection, change.key)
+        if at > position:
+            self._last_change = (at, {key})
             return False
-        here, keys = self._here
-        if place != here or place != position or key in keys:
+        here, keys = self._last_change
+        if at != here or at != position or key in keys:
             return True
         keys.add(key)
         return False
 
-    def _filled(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> bytes:
-        """The whole document; large values that did not change are taken from the one there was."""
+    def _fill_unchanged(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> bytes:
+        """The complete document; unchanged large values that the source omits come from the view."""
         if not change.unchanged:
             return change.data
         state = self._state(plan, collection, change.was or change.key)
@@ -167,17 +165,17 @@ class SourceIngest:
             if name in before:
                 row[name] = before[name]
             else:
-                del row[name]  # it was never seen: the source was not copied
+                del row[name]  # unknown: the source was not copied
         return orjson.dumps(row)
 
-    async def _clear(self, change: SourceChange) -> None:
-        """Deletes all documents, some at a time; cut off, the rest follows when the message is read again."""
+    async def _truncate(self, change: SourceChange) -> None:
+        """Delete all documents in batches; after an interruption the message is read again."""
         collection = self._collections[change.collection]
-        view, after = self._book.view.now, ""
+        view, after = self._registry.view.current, ""
         begun = change._replace(ordinal=change.ordinal - 1)
         while True:
-            self._book.check_applied(collection)
-            rows = view.documents_after(collection.number, after, CLEAR_DOCUMENTS)
+            self._registry.check_applied(collection)
+            rows = view.documents_after(collection.number, after, TRUNCATE_DOCUMENTS)
             plan = self._plan()
             for row in rows:
                 self._decide(plan, collection, row.id, None, begun)
@@ -194,36 +192,36 @@ class SourceIngest:
     # -- loading ---------------------------------------------------------------------------------------
 
     async def load(self, collection: Collection, rows: Sequence[tuple[str, bytes]]) -> int:
-        """Rows as they are at the source: those that differ become changes. Tells how many."""
+        """Commit copied rows that differ from the view; returns how many."""
         plan = self._plan(collection.name)
         differing = 0
-        self._look_up(plan, collection, [key for key, _ in rows])
+        self._prefetch(plan, collection, [key for key, _ in rows])
         for number, (key, data) in enumerate(rows):
             state = self._state(plan, collection, key)
             if state is None or state.deleted or state.data != data:
                 differing += 1
-                self._decide(plan, collection, key, data, self._loaded(plan, collection))
-            if number % TURN_CHANGES == TURN_CHANGES - 1:
+                self._decide(plan, collection, key, data, self._load_change(plan, collection))
+            if number % SLICE_CHANGES == SLICE_CHANGES - 1:
                 await asyncio.sleep(0)
         await self._commit(plan)
         return differing
 
     async def remove(self, collection: Collection, keys: Sequence[str]) -> None:
-        """Documents that the source does not have."""
+        """Delete documents that the source does not have."""
         plan = self._plan(collection.name)
         for key in keys:
-            self._decide(plan, collection, key, None, self._loaded(plan, collection))
+            self._decide(plan, collection, key, None, self._load_change(plan, collection))
         await self._commit(plan)
 
-    def _loaded(self, plan: _IngestPlan, collection: Collection) -> SourceChange:
-        """A copied row happened nowhere in the log: it stands where the source was when copying began."""
+    def _load_change(self, plan: _IngestPlan, collection: Collection) -> SourceChange:
+        """A copied row has no position in the source's log: it gets the position at the start of the copy."""
         at = plan.position
         return SourceChange(at.lsn, at.ordinal, LOAD, plan.time, "put", collection.name, token=plan.token)
 
-    def move_to(self, lsn: int) -> None:
-        """What is removed next is removed there."""
+    def set_position(self, lsn: int) -> None:
+        """The position of the following removals."""
         if lsn > self.progress.lsn:
-            self.progress = self.progress.at(SourcePosition(lsn, 0, -1))
+            self.progress = self.progress.with_position(SourcePosition(lsn, 0, -1))
 
     # -- deciding --------------------------------------------------------------------------------------
 
@@ -233,21 +231,21 @@ class SourceIngest:
             return _IngestPlan(now_ns, self.progress.position)
         return _IngestPlan(now_ns, mark.position, collection, mark.token)
 
-    def _look_up(self, plan: _IngestPlan, collection: Collection, keys: Sequence[str]) -> None:
-        """The documents that a batch is about, all at once: nobody else writes to them."""
-        self._book.check_applied(collection)
-        found = self._book.view.find_many(collection.number, keys)
-        plan.looked_up.update({(collection, key): found.get(key) for key in keys})
+    def _prefetch(self, plan: _IngestPlan, collection: Collection, keys: Sequence[str]) -> None:
+        """Read the documents of a batch at once; there is no other writer."""
+        self._registry.check_applied(collection)
+        found = self._registry.view.find_many(collection.number, keys)
+        plan.prefetched.update({(collection, key): found.get(key) for key in keys})
 
     def _state(self, plan: _IngestPlan, collection: Collection, key: str) -> DocumentState | None:
         planned = plan.states.get((collection, key))
         if planned is not None:
             return planned
-        if (collection, key) in plan.looked_up:
-            row = plan.looked_up[collection, key]
+        if (collection, key) in plan.prefetched:
+            row = plan.prefetched[collection, key]
         else:
-            self._book.check_applied(collection)
-            row = self._book.view.find(collection.number, key)
+            self._registry.check_applied(collection)
+            row = self._registry.view.find(collection.number, key)
         if row is None:
             return None
         return DocumentState(row.version, row.created_ms, row.updated_ms, bool(row.deleted), row.data)
@@ -259,12 +257,12 @@ class SourceIngest:
         lives = state is not None and not state.deleted
         index = plan.next_index(change.lsn)
         if data is None and not lives:
-            # It was never seen here, or is gone already: nothing changes, but it was read.
+            # Unknown or deleted already: only the position moves.
             plan.position = SourcePosition(change.lsn, change.ordinal, index - 1)
             return
         if data is not None and len(data) > self._bytes_max:
             raise SourceError(
-                f"the document {collection.name}/{key} has {len(data)} bytes;"
+                f"document {collection.name}/{key} has {len(data)} bytes,"
                 f" TAILRACE_WATCH_DOCUMENT_BYTES allows {self._bytes_max}"
             )
         partition = names.partition_for_key(key, collection.config.partitions)
@@ -287,8 +285,8 @@ class SourceIngest:
         plan.position = position
         self.counts[op] += 1
 
-    def _note_missing(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> None:
-        """Nobody knows what the document was then. That something happened is kept; the document stays."""
+    def _record_missing_image(self, plan: _IngestPlan, collection: Collection, change: SourceChange) -> None:
+        """The image of the change is unavailable: record an update without it; the document stays."""
         state = self._state(plan, collection, change.key)
         index = plan.next_index(change.lsn)
         if state is None or state.deleted:
@@ -311,9 +309,9 @@ class SourceIngest:
         position: SourcePosition,
     ) -> ChangeEntry:
         kind, name = self._source
-        stored = after.deleted or collection.decided.store_before
-        # What was told of a document is what the view has. The source may say otherwise: what was looked up
-        # was newer than its change.
+        stored = after.deleted or collection.effective_config.store_before
+        # Subscribers have seen the view's version. The source's before-image may differ if an earlier
+        # image was looked up later than its change.
         confirmed = before is not None and stored and change.before == before.data
         image = "none" if after.deleted else change.image
         if self.offset is None:
@@ -342,28 +340,28 @@ class SourceIngest:
     async def _commit(self, plan: _IngestPlan, safe: int = 0) -> None:
         progress = self.progress
         if plan.marked:
-            progress = progress.marked(plan.marked, plan.position, plan.token, ended=False)
-            progress = progress.at(max(progress.position, plan.position))
+            progress = progress.with_mark(plan.marked, plan.position, plan.token, ended=False)
+            progress = progress.with_position(max(progress.position, plan.position))
         else:
-            progress = progress.at(plan.position)
+            progress = progress.with_position(plan.position)
         if safe > progress.safe:
-            progress = progress.replaced(safe=safe)
+            progress = progress.with_changes(safe=safe)
         if plan.entries or progress.safe != self.progress.safe:
             await self.commit(list(plan.entries.items()), progress, plan.now_ns)
         else:
-            # Read, and nothing came of it; should that be forgotten, it is read again.
+            # Nothing to commit; after a restart it is read again.
             self.progress = progress
 
-    async def note(self, progress: SourceProgress) -> None:
-        """Nothing but how far it is."""
+    async def commit_progress(self, progress: SourceProgress) -> None:
+        """Commit only the progress."""
         await self.commit([], progress, self._log.clock.now_ns())
 
     async def commit(
         self, parts: Sequence[tuple[str, Sequence[bytes]]], progress: SourceProgress, now_ns: int
     ) -> None:
-        """Entries and the progress they make, in one record; returns when it is durable.
+        """Commit entries and progress in one record; returns when it is durable.
 
-        Only the connector that was begun last may do this.
+        Raises SupersededError unless this is the newest connector of the source.
         """
         if decode_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
             raise SupersededError
@@ -384,7 +382,7 @@ class SourceIngest:
 
 
 def _keys_of(changes: Sequence[SourceChange]) -> dict[str, dict[str, None]]:
-    """The documents of a batch, by collection, each once."""
+    """The keys of a batch by collection, without duplicates."""
     found: dict[str, dict[str, None]] = {}
     for change in changes:
         if change.op != "clear":
@@ -399,11 +397,11 @@ StreamEntries = list[tuple[str, list[bytes]]]
 
 
 class SourceLifecycle:
-    """Every change of state is one commit: in all partitions, in the configuration, in the progress."""
+    """State of a source's collections; a transition is one commit of controls, configuration and progress."""
 
     def __init__(
         self,
-        book: CollectionRegistry,
+        registry: CollectionRegistry,
         gateway: Gateway,
         database: str,
         config: SourceConfig,
@@ -411,7 +409,7 @@ class SourceLifecycle:
         document_bytes: int,
         on_changed: Callable[[Collection], None],
     ) -> None:
-        self._book = book
+        self._registry = registry
         self._gateway = gateway
         self._on_changed = on_changed
         self._database = database
@@ -423,9 +421,9 @@ class SourceLifecycle:
 
     @property
     def progress(self) -> SourceProgress:
-        """What was decided last, which is as good as durable: nothing behind it can be without it."""
+        """The newest submitted progress; later commits cannot become durable without it."""
         return decode_progress(
-            self._book.log.streams.meta.get(progress_fact(self._database, self._config.name))
+            self._registry.log.streams.meta.get(progress_fact(self._database, self._config.name))
         )
 
     @property
@@ -437,89 +435,91 @@ class SourceLifecycle:
         return 0 if self._ingest is None else self._ingest.repeats
 
     def ingest(self) -> SourceIngest:
-        """The way into the log, from where the source is."""
+        """A new ingest at the current progress."""
         before, progress = self._ingest, self.progress
         if progress.epoch > self._epoch:
             raise SupersededError
         fresh = SourceIngest(
-            self._book, self._database, self._config, self.collections, progress, self._document_bytes
+            self._registry, self._database, self._config, self.collections, progress, self._document_bytes
         )
         if before is not None:
             fresh.counts, fresh.repeats = before.counts, before.repeats
         self._ingest = fresh
         return fresh
 
-    async def settled(self) -> None:
-        """Waits until all that was decided so far is durable or undone: only then the view is right."""
-        newest = self._book.log.committer.newest
+    async def wait_settled(self) -> None:
+        """Wait until all submitted commits are durable or failed: only then the view is correct."""
+        newest = self._registry.log.committer.newest
         if newest is None:
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def tell(_: TailraceError | None) -> None:
+        def on_settled(_: TailraceError | None) -> None:
             if not done.done():
                 done.set_result(None)
 
-        newest.waiting.append(tell)
+        newest.waiting.append(on_settled)
         await done
 
     def apply(self) -> None:
-        """After a start: the collections are as the source is."""
+        """After a start: set the collections' state from the progress."""
         phase = self.progress.phase
         for collection in self.collections.values():
             collection.state = "loading" if phase == "new" else phase
 
-    # -- from one state to another ---------------------------------------------------------------------
+    # -- transitions -----------------------------------------------------------------------------------
 
     async def raise_epoch(self) -> None:
-        """Whoever follows the source from now on, it is nobody who began before."""
+        """Fence off connectors that were started earlier."""
         self._epoch = self.progress.epoch
         ingest = self.ingest()
         before = self._epoch
-        # Known at once: whoever halts this while it waits goes on from what is decided.
+        # Set before the commit: if this is cancelled meanwhile, the next connector continues from it.
         self._epoch = ingest.progress.epoch + 1
         try:
-            await ingest.commit([], ingest.progress.replaced(epoch=self._epoch), self._now_ns())
+            await ingest.commit([], ingest.progress.with_changes(epoch=self._epoch), self._now_ns())
         except TailraceError:
             self._epoch = before
             raise
 
-    async def lose(self, reason: str, *, rescan: bool) -> None:
-        """Something is missing: nobody is told anything until it is there again."""
+    async def mark_stale(self, reason: str, *, rescan: bool) -> None:
+        """Changes are missing: stop delivery until the source was loaded again."""
         ingest = self.ingest()
-        progress = ingest.progress.replaced(phase="stale", reason=reason, rescan=rescan)
+        progress = ingest.progress.with_changes(phase="stale", reason=reason, rescan=rescan)
         now_ns = self._now_ns()
         parts = self._controls("stale", reason=reason)
-        await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
-        self._become("stale", reason)
+        await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)
+        self._set_state("stale", reason)
 
     async def begin_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
-        """From here on the source is copied. What anybody has seen before is of another generation."""
-        await self._begin(ingest, progress.replaced(phase="loading"), "load-begin")
+        """Start a copy, in a new generation."""
+        await self._begin(ingest, progress.with_changes(phase="loading"), "load-begin")
 
-    async def begin_now(self, ingest: SourceIngest, progress: SourceProgress) -> None:
-        """From here on the source is followed; what it had before is not asked for."""
-        await self._begin(ingest, progress.replaced(phase="live"), "live")
+    async def begin_without_load(self, ingest: SourceIngest, progress: SourceProgress) -> None:
+        """Follow the source without a copy of its existing documents."""
+        await self._begin(ingest, progress.with_changes(phase="live"), "live")
 
     async def reset(self, ingest: SourceIngest) -> None:
-        """The source begins anew: so does everybody who watches."""
-        await self._begin(ingest, ingest.progress.replaced(phase="loading"), "load-begin")
+        """The source was reset: load it again in a new generation."""
+        await self._begin(ingest, ingest.progress.with_changes(phase="loading"), "load-begin")
 
     async def end_load(self, ingest: SourceIngest) -> None:
-        """The collections are what the source is: everybody may be told."""
-        progress = ingest.progress.replaced(phase="live")
+        """The copy is complete: the collections are live."""
+        progress = ingest.progress.with_changes(phase="live")
         now_ns = self._now_ns()
         parts = self._controls("load-end", "live")
-        await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
-        self._become("live")
+        await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)
+        self._set_state("live")
 
     async def _begin(self, ingest: SourceIngest, progress: SourceProgress, control: str) -> None:
         now_ns = self._now_ns()
-        # A collection without any change has nothing that could be continued wrongly.
+        # Collections without changes keep their generation: there are no positions to invalidate.
         older = [one for one in self.collections.values() if any(one.applied)]
-        raised = {one: one.decided.replaced(generation=one.config.generation + 1) for one in older}
+        raised = {
+            one: one.effective_config.with_changes(generation=one.config.generation + 1) for one in older
+        }
         for collection, config in raised.items():
-            collection.pending = config  # what is set about it meanwhile builds on this
+            collection.pending = config  # concurrent configuration changes build on this
         parts: StreamEntries = []
         if raised:
             entries = [
@@ -527,41 +527,41 @@ class SourceLifecycle:
             ]
             parts.append((names.collections_stream_name(self._database), entries))
         for collection in self.collections.values():
-            generation = self._book.generation(collection) + (collection in raised)
+            generation = self._registry.generation(collection) + (collection in raised)
             entries = [encode_control_entry(control, generation)]
             if collection in raised:
                 entries.insert(0, encode_control_entry("generation", generation, reason="source"))
             parts += [(stream, entries) for stream in collection.streams()]
         try:
-            await ingest.commit([*parts, self._told(progress, now_ns)], progress, now_ns)
+            await ingest.commit([*parts, self._progress_entry(progress, now_ns)], progress, now_ns)
         finally:
             for collection, config in raised.items():
                 if collection.pending is config:
                     collection.pending = None
         for collection, config in raised.items():
             collection.config = config
-            self._book.view.keep_as(collection.number, self._book.generation(collection))
-        self._become("live" if progress.phase == "live" else "loading")
+            self._registry.view.set_generation(collection.number, self._registry.generation(collection))
+        self._set_state("live" if progress.phase == "live" else "loading")
         for collection in raised:
             self._gateway.invalidate_all(collection, "generation")
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------
 
     def _now_ns(self) -> int:
-        return self._book.log.clock.now_ns()
+        return self._registry.log.clock.now_ns()
 
-    def _told(self, progress: SourceProgress, now_ns: int) -> tuple[str, list[bytes]]:
+    def _progress_entry(self, progress: SourceProgress, now_ns: int) -> tuple[str, list[bytes]]:
         return source_stream_name(self._database, self._config.name), [progress.entry(now_ns)]
 
     def _controls(self, *controls: str, **more: str) -> StreamEntries:
         parts: StreamEntries = []
         for collection in self.collections.values():
-            generation = self._book.generation(collection)
+            generation = self._registry.generation(collection)
             entries = [encode_control_entry(control, generation, **more) for control in controls]
             parts += [(stream, entries) for stream in collection.streams()]
         return parts
 
-    def _become(self, state: CollectionState, reason: str = "") -> None:
+    def _set_state(self, state: CollectionState, reason: str = "") -> None:
         for collection in self.collections.values():
             collection.state = state
             self._gateway.on_state(collection, reason)

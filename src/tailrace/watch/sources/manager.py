@@ -1,4 +1,4 @@
-"""The sources of a server: which there are, and the one at work for each."""
+"""The sources of a server: configuration, start and stop of their connectors, status and metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 import orjson
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import split_list
 from tailrace.common.timestamps import format_rfc3339
@@ -45,7 +46,7 @@ Json = dict[str, Any]
 
 
 class ManagedSource:
-    """One source, and whoever works for it."""
+    """One source and its connector task."""
 
     def __init__(
         self, database: str, config: SourceConfig, states: SourceLifecycle, status: SourceStatus
@@ -56,14 +57,14 @@ class ManagedSource:
         self.status = status
         self.task: asyncio.Task[None] | None = None
 
-    async def halt(self) -> None:
+    async def stop(self) -> None:
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
-            # A database that does not answer must not keep us: its thread ends when the connection does.
+            # Do not wait for a database that does not respond: its thread ends with the connection.
             await asyncio.wait([task], timeout=HALT_S_MAX)
 
-    def shown(self) -> Json:
+    def to_json(self) -> Json:
         progress = self.states.progress
         state = {
             "phase": progress.phase,
@@ -71,18 +72,18 @@ class ManagedSource:
             "epoch": progress.epoch,
             "token": progress.position.token,
             **({"tokens": progress.tokens} if progress.marks else {}),
-            **self.status.shown(),
+            **self.status.to_json(),
             "changes": sum(self.states.counts.values()),
         }
         return {"database": self.database, **self.config.value(), "status": state}
 
 
 class SourceManager:
-    """Owned by the loop thread."""
+    """All sources of the process. Owned by the loop thread."""
 
-    def __init__(self, context: Context, book: CollectionRegistry, gateway: Gateway) -> None:
+    def __init__(self, context: Context, registry: CollectionRegistry, gateway: Gateway) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._gateway = gateway
         self._log = context.log
         self._limits = context.limits
@@ -90,43 +91,43 @@ class SourceManager:
         self._secrets = SecretPolicy(
             split_list(settings.source_variables), split_list(settings.source_directories)
         )
-        self._found: dict[tuple[str, str], ManagedSource] = {}
-        self._lock = asyncio.Lock()  # one thing at a time is changed about sources
-        # Told when the state of a collection is another one.
+        self._sources: dict[tuple[str, str], ManagedSource] = {}
+        self._lock = asyncio.Lock()  # serializes changes of sources
+        # Called when the state of a collection has changed.
         self.on_changed: Callable[[Collection], None] = lambda _: None
-        self._past: Counter[str] = Counter()  # of those that are no more
-        self.elsewhere: OpenRemoteOrigin | None = None  # where there are other workers
-        book.follows = lambda collection: self._owner(collection) is not None
+        self._past_counters: Counter[str] = Counter()  # of removed sources
+        self.open_remote: OpenRemoteOrigin | None = None  # opens streams of other workers
+        registry.has_source = lambda collection: self._owner(collection) is not None
         gateway.objectives.lag_ms = self._lag_ms
         gateway.objectives.lag_changes = self._lag_changes
 
-    # -- beginning and end -----------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """After the book: the collections are known."""
+        """Load and start all sources; the collection registry must have started."""
         for stream in self._streams():
             database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
             for config in (await self._load(stream)).values():
                 await self._restore(database, config)
-        # A source that was removed has left collections behind that nobody keeps true any more.
-        for collection in self._book.collections():
+        # Collections of removed sources are no longer updated.
+        for collection in self._registry.collections():
             if collection.config.source != NATIVE and self._owner(collection) is None:
                 collection.state = "stale"
 
     def stop(self) -> None:
-        for source in self._found.values():
+        for source in self._sources.values():
             if source.task is not None:
                 source.task.cancel()
 
     def connect(self, telemetry: ServerMetrics) -> None:
-        """Metrics are read where they are counted, when somebody asks."""
+        """Register metrics, which are read on scrape."""
         telemetry.watch_sources.each = self._by_phase
         telemetry.watch_source_changes.each = self._by_op
         telemetry.watch_source_repeats.read = lambda: self._sum("repeats")
         telemetry.watch_source_restarts.read = lambda: self._sum("restarts")
         telemetry.watch_source_gaps.read = lambda: self._sum("gaps")
         telemetry.watch_source_retained_bytes.read = lambda: max(
-            (one.status.retained_bytes or 0 for one in self._found.values()), default=0
+            (one.status.retained_bytes or 0 for one in self._sources.values()), default=0
         )
 
     def _lag_ms(self, collection: Collection) -> float:
@@ -138,70 +139,70 @@ class SourceManager:
         return 0 if owner is None else owner.status.lag_changes
 
     def _by_phase(self) -> list[tuple[list[str], float]]:
-        counts: Counter[str] = Counter(one.states.progress.phase for one in self._found.values())
+        counts: Counter[str] = Counter(one.states.progress.phase for one in self._sources.values())
         return [([phase], counts[phase]) for phase in SOURCE_PHASES]
 
     def _by_op(self) -> list[tuple[list[str], float]]:
-        counts = Counter(self._past)
-        for one in self._found.values():
+        counts = Counter(self._past_counters)
+        for one in self._sources.values():
             counts.update(one.states.counts)
         return [([op], counts[op]) for op in CHANGE_OPS]
 
     def _sum(self, what: str) -> int:
-        found = self._past[what]
-        for one in self._found.values():
+        found = self._past_counters[what]
+        for one in self._sources.values():
             found += one.states.repeats if what == "repeats" else getattr(one.status, what)
         return found
 
-    # -- finding ---------------------------------------------------------------------------------------
+    # -- lookup ----------------------------------------------------------------------------------------
 
-    def listed(self, database: str) -> list[ManagedSource]:
-        self._book.database(database)
-        return [one for (owner, _), one in sorted(self._found.items()) if owner == database]
+    def list_sources(self, database: str) -> list[ManagedSource]:
+        self._registry.database(database)
+        return [one for (owner, _), one in sorted(self._sources.items()) if owner == database]
 
     def find(self, database: str, name: str) -> ManagedSource:
-        self._book.database(database)
-        found = self._found.get((database, name))
+        self._registry.database(database)
+        found = self._sources.get((database, name))
         if found is None:
-            raise TailraceError("not_found", f"there is no source {name!r}")
+            raise TailraceError("not_found", f"source {name!r} not found")
         return found
 
     def _owner(self, collection: Collection) -> ManagedSource | None:
-        source = self._found.get((collection.database, collection.config.source))
+        source = self._sources.get((collection.database, collection.config.source))
         return source if source is not None and collection.name in source.states.collections else None
 
     # -- changing --------------------------------------------------------------------------------------
 
-    async def put(self, database: str, name: str, given: Json) -> tuple[ManagedSource, bool]:
-        """Makes a source, or changes what can be changed about it; True if it is new."""
-        config = read_source_config(database, name, given)
+    async def put(self, database: str, name: str, value: Json) -> tuple[ManagedSource, bool]:
+        """Create or change a source; True if it is new."""
+        config = read_source_config(database, name, value)
         self._secrets.check(config.dsn)
         _check_driver(config.kind)
         async with self._lock:
-            self._book.database(database)
-            known = self._found.get((database, name))
+            self._registry.database(database)
+            known = self._sources.get((database, name))
             if known is not None:
                 return await self._change(known, config), False
-            if len(self._found) >= self._limits.watch_sources:
+            if len(self._sources) >= self._limits.watch_sources:
                 raise TailraceError(
-                    "overloaded", f"a server has at most {self._limits.watch_sources} sources"
+                    "overloaded", f"a server may have at most {self._limits.watch_sources} sources"
                 )
-            collections = self._planned(database, config)
+            collections = self._plan_collections(database, config)
             now_ns = self._context.clock.now_ns()
             entries = [encode_source_entry(config, "insert", now_ns)]
             fresh = [one for one in collections.values() if not one.durable]
             entries += [encode_config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
             settled = self._submit(database, entries, now_ns, [(progress_fact(database, name), None)])
             for collection in fresh:
-                self._book.add(collection)  # from here on nobody else can make it
+                self._registry.add(collection)  # reserves the name
             try:
                 await settled
             except TailraceError:
-                self._book.drop_unmade()
+                self._registry.drop_uncommitted()
                 raise
             for collection in fresh:
                 collection.durable = True
-            source = self._made(database, config, collections)
+            source = self._build(database, config, collections)
             source.states.apply()
             for collection in collections.values():
                 self._gateway.on_state(collection)
@@ -213,48 +214,48 @@ class SourceManager:
         if config.identity() != source.config.identity():
             raise TailraceError(
                 "conflict",
-                "kind, place, collections and numeric of a source cannot change: remove it first",
+                "kind, place, collections and numeric of a source cannot change, remove it first",
             )
         if config == source.config:
             return source
         now_ns = self._context.clock.now_ns()
         await self._submit(source.database, [encode_source_entry(config, "update", now_ns)], now_ns)
-        await source.halt()
-        changed = self._made(source.database, config, dict(source.states.collections))
-        self._count_past(source)
+        await source.stop()
+        changed = self._build(source.database, config, dict(source.states.collections))
+        self._add_past_counters(source)
         self._begin(changed)
         return changed
 
     async def remove(self, database: str, name: str, *, keep_slot: bool) -> Json:
-        """Ends it, and gives back what the database keeps for it. Its documents stay, not to be written."""
+        """Remove a source and its replication slot; its documents stay, read-only."""
         async with self._lock:
             source = self.find(database, name)
-            await source.halt()
+            await source.stop()
             has_slot = source.config.kind == "postgres" and not keep_slot
             try:
-                await source.states.settled()
-                await source.states.lose("the source was removed", rescan=False)
+                await source.states.wait_settled()
+                await source.states.mark_stale("the source was removed", rescan=False)
                 now_ns = self._context.clock.now_ns()
                 entry = encode_source_entry(source.config, "delete", now_ns)
                 await self._submit(database, [entry], now_ns, [(progress_fact(database, name), None)])
             except TailraceError:
-                self._begin(source)  # it is still there
+                self._begin(source)  # not removed
                 raise
             dropped, reason = await self._drop_slot(source) if has_slot else (False, None)
-            self._count_past(source)
-            del self._found[database, name]
+            self._add_past_counters(source)
+            del self._sources[database, name]
             slot = source.config.slot if has_slot else None
             return {"removed": name, "slot": slot, "slotDropped": dropped, "reason": reason}
 
     async def resync(self, database: str, name: str) -> ManagedSource:
-        """Has everything copied again, whatever there was."""
+        """Copy everything again."""
         async with self._lock:
             source = self.find(database, name)
-            await source.halt()
-            await source.states.settled()
+            await source.stop()
+            await source.states.wait_settled()
             try:
                 if source.states.progress.phase != "new":
-                    await source.states.lose("an operator asked for it", rescan=True)
+                    await source.states.mark_stale("resync was requested", rescan=True)
             finally:
                 self._begin(source)
             return source
@@ -270,26 +271,27 @@ class SourceManager:
         try:
             async with asyncio.timeout(DROP_S_MAX):
                 await thread.call(drop)
-        except Exception as error:  # noqa: BLE001 - told to whoever asked
-            return False, " ".join(str(error).split())[:500] or "the database does not answer"
+        except Exception as error:  # noqa: BLE001 - returned to the client
+            return False, " ".join(str(error).split())[:500] or "the database does not respond"
         finally:
             thread.finish(adapter.close)
         return True, None
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------
 
-    def _planned(self, database: str, config: SourceConfig) -> dict[str, Collection]:
-        """The collections, those that do not exist yet included; nobody else may write to them."""
+    def _plan_collections(self, database: str, config: SourceConfig) -> dict[str, Collection]:
+        """The collections of a source, including new ones; they have no other writer."""
         found: dict[str, Collection] = {}
         for mapped in config.tables:
-            known = self._book.writable(database, mapped.collection)
+            known = self._registry.writable(database, mapped.collection)
             if known is None:
-                wanted = mapped.partitions or self._book.partitions_for(mapped.collection)
-                known = self._book.planned(database, mapped.collection, wanted)
-                known.config = known.config.replaced(source=config.name)
+                partitions = mapped.partitions or self._registry.partitions_for(mapped.collection)
+                known = self._registry.plan(database, mapped.collection, partitions)
+                known.config = known.config.with_changes(source=config.name)
             elif known.config.source != config.name:
                 raise TailraceError(
-                    "collection_exists", f"the collection {mapped.collection!r} belongs to somebody else"
+                    "collection_exists",
+                    f"collection {mapped.collection!r} belongs to another source or to clients",
                 )
             elif mapped.partitions not in (None, known.config.partitions):
                 raise TailraceError(
@@ -298,71 +300,80 @@ class SourceManager:
             found[mapped.collection] = known
         return found
 
-    def _made(self, database: str, config: SourceConfig, collections: dict[str, Collection]) -> ManagedSource:
+    def _build(
+        self, database: str, config: SourceConfig, collections: dict[str, Collection]
+    ) -> ManagedSource:
         states = SourceLifecycle(
-            self._book,
+            self._registry,
             self._gateway,
             database,
             config,
             collections,
             self._limits.watch_document_bytes,
-            self._changed,
+            self._notify_changed,
         )
         source = ManagedSource(database, config, states, SourceStatus(clock=self._context.clock))
-        self._found[database, config.name] = source
+        self._sources[database, config.name] = source
         return source
 
-    def _changed(self, collection: Collection) -> None:
+    def _notify_changed(self, collection: Collection) -> None:
         self.on_changed(collection)
 
     def _begin(self, source: ManagedSource, lost: str | None = None) -> None:
         async def work() -> None:
             try:
-                self._secrets.check(source.config.dsn)  # it may be from a time of other settings
-            except TailraceError as refusal:
-                source.status.error = refusal.message
-                logger.error("the source %s does not begin: %s", source.config.name, refusal.message)
+                self._secrets.check(source.config.dsn)  # the settings may have changed since
+            except TailraceError as error:
+                source.status.error = error.message
+                logger.error(
+                    "cannot start source", extra=log_fields(source=source.config.name, error=error.message)
+                )
                 return
             with suppress(TailraceError):
-                await source.states.settled()
+                await source.states.wait_settled()
                 await source.states.raise_epoch()
                 if lost is not None and source.states.progress.phase != "new":
-                    await source.states.lose(lost, rescan=source.config.on_gap == "rescan")
+                    await source.states.mark_stale(lost, rescan=source.config.on_gap == "rescan")
             limits, audit = self._limits, self._gateway.audit
-            followed = SourceContext(self._book, source.states, source.config, source.status, limits, audit)
+            context = SourceContext(
+                self._registry, source.states, source.config, source.status, limits, audit
+            )
             if source.config.kind == "postgres":
-                await PostgresConnector(followed).run()
+                await PostgresConnector(context).run()
             elif source.config.kind == "mongo":
-                await MongoConnector(followed).run()
+                await MongoConnector(context).run()
             else:
-                await StreamConnector(followed, self.elsewhere).run()
+                await StreamConnector(context, self.open_remote).run()
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                source.status.error = f"a defect: {type(error).__name__}"
-                logger.error("the source %s has ended", source.config.name, exc_info=error)
+                source.status.error = f"internal error: {type(error).__name__}"
+                logger.error("source failed", extra=log_fields(source=source.config.name), exc_info=error)
 
         source.task = self._context.loop.create_task(work())
         source.task.add_done_callback(ended)
 
     async def _restore(self, database: str, config: SourceConfig) -> None:
-        found = self._book.database(database)
+        found = self._registry.database(database)
         collections = {
             one.collection: found[one.collection] for one in config.tables if one.collection in found
         }
         if len(collections) < len(config.tables):
-            logger.error("the source %s has lost a collection and does not start", config.name)
+            logger.error(
+                "cannot start source, a collection is missing",
+                extra=log_fields(database=database, source=config.name),
+            )
             return
-        broken = any(one.state == "stale" for one in collections.values())  # as the book has found out
-        source = self._made(database, config, collections)
+        broken = any(one.state == "stale" for one in collections.values())  # set when the registry started
+        source = self._build(database, config, collections)
         source.states.apply()
         self._begin(source, "the view of a collection cannot be rebuilt" if broken else None)
 
-    def _count_past(self, source: ManagedSource) -> None:
-        self._past.update(source.states.counts)
-        self._past["repeats"] += source.states.repeats
-        self._past["restarts"] += source.status.restarts
-        self._past["gaps"] += source.status.gaps
+    def _add_past_counters(self, source: ManagedSource) -> None:
+        self._past_counters.update(source.states.counts)
+        self._past_counters["repeats"] += source.states.repeats
+        self._past_counters["restarts"] += source.status.restarts
+        self._past_counters["gaps"] += source.status.gaps
 
     def _streams(self) -> Iterator[Stream]:
         after = ""
@@ -371,7 +382,7 @@ class SourceManager:
             after = page[-1].name
 
     async def _load(self, stream: Stream) -> dict[str, SourceConfig]:
-        """The sources of a database, the last word on each."""
+        """The latest configuration of each source of a database."""
         database = stream.name.removeprefix(names.COLLECTIONS_PREFIX)
         found: dict[str, SourceConfig] = {}
         position = stream.earliest

@@ -1,10 +1,6 @@
-"""Changes, positions, durable progress and status of a source.
+"""Changes, positions, durable progress and runtime status of a source.
 
-What every source gives: changes with a position, in the order in which they were committed there.
-
-How far a source is. Written with every commit of its changes: position and changes are one.
-
-What can be said of a source while the server runs.
+A source yields changes with positions in commit order. Its progress is committed together with the changes.
 """
 
 from __future__ import annotations
@@ -27,10 +23,10 @@ _TOKEN: Final = re.compile(r"([0-9a-f]{16})/(-1|[0-9]{1,18})\Z")
 
 
 class SourcePosition(NamedTuple):
-    """How far a source has been read: the commit, the message inside it, and the number of the last change.
+    """A position in a source: the commit, the message in it, and the number of the last change.
 
-    A message can be several changes (a key that changes is a delete and an insert) and then `change`, which
-    counts those, is ahead of `ordinal`, which counts messages.
+    One message may be several changes (a changed key is a delete and an insert); then `change` is ahead of
+    `ordinal`, which counts messages.
     """
 
     lsn: int
@@ -50,17 +46,16 @@ class SourcePosition(NamedTuple):
 START_POSITION: Final = SourcePosition(0, -1, -1)
 
 
-# full: as the change left it. lookup: as somebody found it later. missing: it was gone when it was looked up.
+# full: as of the change. lookup: read later. missing: deleted before it was looked up.
 ImageKind = Literal["full", "lookup", "missing"]
 
 
 class SourceChange(NamedTuple):
-    """One change as the source says it.
+    """One change of a source.
 
-    put: the document is now `data`; the fields in `unchanged` are what they were (in the document `was`, if
-    its key was another one). delete: it is gone. clear: all documents of the collection are gone.
-    A source whose places have names of their own says them in `token`; one that knows what the document was
-    before says it in `before`.
+    put: the document is now `data`; the fields in `unchanged` keep their value (of the document `was`, if the
+    key changed). delete: the document was deleted. clear: all documents of the collection were deleted.
+    `token` is the source's own name of the position, `before` the document before the change, if known.
     """
 
     lsn: int
@@ -76,11 +71,11 @@ class SourceChange(NamedTuple):
     token: str = ""
     image: ImageKind = "full"
     before: bytes | None = None
-    replaces: bool = False  # the whole document was given, not some of its fields
+    replaces: bool = False  # the whole document was replaced
 
 
 class GapError(Exception):
-    """The source cannot go on from where it was: what happened in between is not known."""
+    """The source cannot continue at its position: changes are missing."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -88,7 +83,7 @@ class GapError(Exception):
 
 
 class SourceError(Exception):
-    """The source cannot be read as it is set up; the message says what to do about it."""
+    """The source cannot be read; the message says how to fix its setup."""
 
 
 def read_position_token(token: str) -> tuple[int, int] | None:
@@ -97,25 +92,25 @@ def read_position_token(token: str) -> tuple[int, int] | None:
 
 
 def format_lsn(lsn: int) -> str:
-    """A position as changes carry it: the order of the texts is the order of the positions."""
+    """The LSN as text that sorts like the number."""
     return f"{lsn:016x}"
 
 
 SOURCES_PREFIX: Final = "__sources__/"
 _PROGRESS_FACT: Final = "watch/source/"
 
-# new: nothing was read yet. loading: is copied. live: is followed. stale: something is missing.
+# new: nothing was read yet. loading: being copied. live: followed. stale: changes are missing.
 SourcePhase = Literal["new", "loading", "live", "stale"]
 
 
 class CollectionProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one collection has been read, of a source where each has a log of its own (MongoDB)."""
+    """The progress of one collection, for sources with a log per collection (MongoDB)."""
 
     token: str
     lsn: int
     ordinal: int = START_POSITION.ordinal
     index: int = START_POSITION.change
-    ended: bool = False  # the token is that of the log's end: another one begins behind it
+    ended: bool = False  # the log ended at the token; another one follows
 
     @property
     def position(self) -> SourcePosition:
@@ -123,54 +118,56 @@ class CollectionProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SourceProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """All that has to be known after a crash."""
+    """The durable state of a source."""
 
     phase: SourcePhase = "new"
-    epoch: int = 0  # rises at every start
+    epoch: int = 0  # increases at every start
     lsn: int = START_POSITION.lsn
     ordinal: int = START_POSITION.ordinal
     index: int = START_POSITION.change
-    safe: int = 0  # the slot was never moved further than to here
-    system: str | None = None  # which database it was
+    safe: int = 0  # the slot was never advanced beyond
+    system: str | None = None  # identifier of the database
     keys: dict[str, list[str]] = {}
     reason: str | None = None  # why it is stale
-    rescan: bool = False  # a stale source is to be loaded again
-    again: int = 0  # of a stream: the entry where a snapshot begins that has not ended
-    making: bool = False  # of PostgreSQL: the slot may be there, and then it is ours
-    marks: dict[str, CollectionProgress] = {}  # of MongoDB, by collection
+    rescan: bool = False  # load a stale source again
+    again: int = 0  # stream: first entry of an unfinished snapshot
+    making: bool = False  # PostgreSQL: the slot may have been created by us
+    marks: dict[str, CollectionProgress] = {}  # MongoDB: by collection
 
     @property
     def position(self) -> SourcePosition:
-        """Of MongoDB: where the last change was, of whichever collection."""
+        """The position of the last change; for MongoDB the newest of all collections."""
         return SourcePosition(self.lsn, self.ordinal, self.index)
 
     @property
     def tokens(self) -> dict[str, str]:
         return {collection: mark.token for collection, mark in self.marks.items()}
 
-    def at(self, position: SourcePosition) -> SourceProgress:
-        return self.replaced(lsn=position.lsn, ordinal=position.ordinal, index=position.change)
+    def with_position(self, position: SourcePosition) -> SourceProgress:
+        return self.with_changes(lsn=position.lsn, ordinal=position.ordinal, index=position.change)
 
     def position_in(self, collection: str) -> SourcePosition:
         mark = self.marks.get(collection)
         return self.position if mark is None else mark.position
 
-    def marked(self, collection: str, position: SourcePosition, token: str, *, ended: bool) -> SourceProgress:
-        """One collection was read up to a position, and nothing is behind it up to the token."""
+    def with_mark(
+        self, collection: str, position: SourcePosition, token: str, *, ended: bool
+    ) -> SourceProgress:
+        """Set the progress of one collection: its last change, and the token up to which it was read."""
         lsn, ordinal, index = position
         known = self.marks.get(collection)
         ended = ended or (known is not None and known.ended and known.token == token)
         mark = CollectionProgress(token=token, lsn=lsn, ordinal=ordinal, index=index, ended=ended)
-        return self.replaced(marks={**self.marks, collection: mark})
+        return self.with_changes(marks={**self.marks, collection: mark})
 
-    def replaced(self, **changed: Any) -> SourceProgress:
+    def with_changes(self, **changed: Any) -> SourceProgress:
         return msgspec.structs.replace(self, **changed)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
     def entry(self, now_ns: int) -> bytes:
-        """What is said of it in the source's stream."""
+        """The entry for the source's stream."""
         tokens = {"tokens": self.tokens} if self.marks else {}
         return orjson.dumps(
             {
@@ -201,7 +198,7 @@ def decode_progress(raw: bytes | None) -> SourceProgress:
 
 
 def read_source_progress(data_dir: Path) -> dict[str, SourceProgress]:
-    """The progress of all sources in a data directory, by database and name. A server may be at work."""
+    """The progress of all sources in a data directory, by database and name; a server may be running."""
     found: dict[str, bytes] = {}
     checkpoint_seq = 0
     if (data_dir / "hot.db").is_file():
@@ -228,39 +225,39 @@ def read_source_progress(data_dir: Path) -> dict[str, SourceProgress]:
 
 
 class SourceStatus(msgspec.Struct, kw_only=True):
-    """Numbers of one process; what has to outlive it is in the progress."""
+    """The runtime status of a source; not durable."""
 
     clock: Clock
     connected: bool = False
     error: str | None = None
     restarts: int = 0
     gaps: int = 0
-    loaded: int | None = None  # rows of the last copy that this process made
-    confirmed: int = 0  # where the slot is
+    loaded: int | None = None  # rows of the last copy by this process
+    confirmed: int = 0  # position of the slot
     lag_bytes: int | None = None
     wal_status: str | None = None
     retained_bytes: int | None = None
-    last_ns: int = 0  # when the last change was committed at the source
+    last_ns: int = 0  # commit time of the last change at the source
     behind: bool = True  # there may be more to read
-    lag_changes: int = 0  # that the source is known to have and that are not written down yet
+    lag_changes: int = 0  # known changes that are not committed yet
 
-    def changed(self, time: str) -> None:
+    def record_change(self, time: str) -> None:
         self.last_ns = parse_rfc3339_ns(time) or self.last_ns
 
-    def caught_up(self, all_read: bool) -> None:
+    def set_caught_up(self, all_read: bool) -> None:
         self.behind = not all_read
-        # How many more a database has it does not say: at least one.
+        # The database does not say how many more: at least one.
         self.lag_changes = 0 if all_read else max(1, self.lag_changes)
 
     @property
     def lag_s(self) -> float:
-        """How old the newest change is that was read, as long as there may be more."""
+        """The age of the newest change that was read, while there may be more."""
         if not self.behind or not self.last_ns:
             return 0.0
         return max(0, self.clock.now_ns() - self.last_ns) / 1e9
 
-    def shown(self) -> dict[str, Any]:
-        """What is not known is null: the lag of a source that cannot be reached, or was not read yet."""
+    def to_json(self) -> dict[str, Any]:
+        """Unknown values are null, e.g. the lag of a source that is not reachable."""
         is_measured = self.connected and (not self.behind or self.lag_changes > 0)
         is_timed = self.connected and (not self.behind or self.last_ns > 0)
         return {

@@ -1,15 +1,11 @@
 """The MongoDB source: change streams, initial copy and change capture.
 
-A MongoDB that is followed: its collections, and the change stream of each.
+Each collection has its own change stream and resume token. The token is committed together with the changes
+before it, so the stream continues exactly there. When a stream ends because its collection was dropped or
+renamed, the next one starts: the collection is copied, compared, and followed again.
 
-Everything here blocks, and is called from the one thread that owns the connection. The driver resumes a
-stream by itself when a connection breaks; what it cannot resume ends here, as a gap or as an error.
-
-A MongoDB source at work: every collection has a change stream, and a token of its own.
-
-The token behind what was read is written down with it, so that a stream goes on exactly there. A stream that
-ends, because its collection was dropped or has become another one, is followed by the next: what is there is
-copied, compared, and followed on.
+`MongoConnection` blocks and is used by one thread. The driver resumes a stream itself when a connection
+breaks; what it cannot resume ends here as a gap or an error.
 """
 
 from __future__ import annotations
@@ -41,10 +37,10 @@ if TYPE_CHECKING:
     from tailrace.watch.sources.mongo_decoder import MongoDecoder
 
     Raw = RawBSONDocument
-    Stream = Any  # the driver's names for it are not to be imported
+    Stream = Any  # the driver's types are private
 
 CONNECT_MS: Final = 10_000
-# How long the server may look for changes before it says that there are none; all collections together.
+# How long the server waits for changes of all collections together.
 AWAIT_MS: Final = 10
 AWAIT_MS_ALL: Final = 250
 BATCH_EVENTS: Final = 1000
@@ -57,11 +53,11 @@ _CONNECTION: Final = {
     "connectTimeoutMS": CONNECT_MS,
     "serverSelectionTimeoutMS": CONNECT_MS,
 }
-# The place in the log is gone, the token means nothing to this server, or an event is too large to be given.
+# The position is gone, the token is unknown to this server, or an event is too large.
 _LOST: Final = frozenset({136, 260, 280, 286, 10334, 40576, 40585, 40615})
 _NO_RESUME: Final = "NonResumableChangeStreamError"
 _MAY_PASS: Final = ("ResumableChangeStreamError", "RetryableError", "SystemOverloadedError")
-# What has nothing to do with the token: rights, how it is set up, a server that is busy or not what it was.
+# Not caused by the token: permissions, configuration, a busy or stepped-down server.
 _NO_GAP: Final = frozenset(
     {6, 7, 13, 18, 24, 43, 46, 50, 63, 89, 91, 112, 133, 134, 150, 189, 202, 211, 216, 234, 237, 246, 262}
     | {8000, 9001, 10107, 11600, 11601, 11602, 13388, 13435, 13436, 40573}
@@ -69,9 +65,9 @@ _NO_GAP: Final = frozenset(
 
 
 class MongoPage(NamedTuple):
-    """A stretch of the log of a collection, and the token behind it.
+    """A part of a collection's change stream, and the token after it.
 
-    `last`: nothing more was there, and everything up to the time `read_to` was read. `ended`: the collection
+    `last`: there was nothing more, and everything up to the time `read_to` was read. `ended`: the collection
     was dropped or renamed.
     """
 
@@ -86,19 +82,21 @@ class MongoPage(NamedTuple):
 class _OpenChangeStream(NamedTuple):
     stream: Stream
     decoder: MongoDecoder
-    began: int  # the time of the token it was begun with
+    began: int  # time of the token it started with
 
 
 def import_driver() -> Any:
     try:
         import pymongo
     except ImportError:
-        raise SourceError("a MongoDB source needs the extra mongo: pip install 'tailrace[mongo]'") from None
+        raise SourceError(
+            "a MongoDB source requires the extra mongo: pip install 'tailrace[mongo]'"
+        ) from None
     return pymongo
 
 
 class MongoConnection:
-    """One client. Not for several threads at once."""
+    """One client; not thread-safe."""
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
@@ -117,20 +115,22 @@ class MongoConnection:
         assert self._config.dsn is not None
         dsn = self._config.dsn.read()
         if not dsn.startswith(_SCHEMES):
-            # The driver would take all of it for the name of a host, and say it whenever it cannot be found.
-            raise SourceError("the connection string does not begin with mongodb:// or mongodb+srv://")
+            # The driver would take it for a host name and repeat it, with secrets, in its errors.
+            raise SourceError("the connection string must begin with mongodb:// or mongodb+srv://")
         try:
             self._client = pymongo.MongoClient(dsn, document_class=RawBSONDocument, **_CONNECTION)
         except Exception:  # noqa: BLE001
-            # The message would repeat what it could not read, which may be a secret.
-            raise SourceError("the connection string cannot be read, or its host is not known") from None
+            # The driver's message would contain the connection string, which may hold a secret.
+            raise SourceError("invalid connection string, or unknown host") from None
         hello = self._command("hello")
         if not hello.get("setName") and hello.get("msg") != "isdbgrid":
             raise SourceError(NO_OPLOG)
-        wire = int(hello.get("maxWireVersion", 0))
-        if wire < WIRE_MIN:
-            raise SourceError("a source needs MongoDB 4.4 or newer")
-        self._more = {"full_document_before_change": "whenAvailable"} if wire >= WIRE_BEFORE_IMAGES else {}
+        wire_version = int(hello.get("maxWireVersion", 0))
+        if wire_version < WIRE_MIN:
+            raise SourceError("a source requires MongoDB 4.4 or newer")
+        self._more = (
+            {"full_document_before_change": "whenAvailable"} if wire_version >= WIRE_BEFORE_IMAGES else {}
+        )
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -139,7 +139,7 @@ class MongoConnection:
         if client is not None:
             client.close()
 
-    def explained(self, error: Exception) -> str | None:
+    def explain_error(self, error: Exception) -> str | None:
         if not type(error).__module__.startswith(("pymongo", "bson")):
             return None
         from pymongo.errors import OperationFailure
@@ -150,7 +150,7 @@ class MongoConnection:
 
     @property
     def client(self) -> MongoClient[Raw]:
-        assert self._client is not None, "it is open"
+        assert self._client is not None, "the connection is open"
         return self._client
 
     def _command(self, name: str) -> Mapping[str, Any]:
@@ -160,21 +160,21 @@ class MongoConnection:
         from pymongo.read_concern import ReadConcern
 
         database, _, name = mapped.table.partition(".")
-        # What could still be rolled back is not read.
+        # Do not read changes that may be rolled back.
         return self.client.get_database(database).get_collection(name, read_concern=ReadConcern("majority"))
 
-    # -- what there is ---------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------------
 
     def state(self) -> tuple[str, int]:
-        """What tells this database from another one that was put in its place; and how far it is."""
+        """The identifier of the cluster, to detect that it was replaced, and its time."""
         return str(self._command("hello").get("setName", "sharded")), self.head()
 
     def head(self) -> int:
-        """The newest time there is in the cluster: all that was seen before has none above it."""
+        """The newest cluster time: not below the time of anything seen before."""
         from tailrace.watch.sources.mongo_decoder import timestamp_lsn
 
-        told = self._command("ping")
-        cluster, time = told.get("$clusterTime"), told.get("operationTime")
+        reply = self._command("ping")
+        cluster, time = reply.get("$clusterTime"), reply.get("operationTime")
         if cluster is not None:
             time = cluster["clusterTime"]
         if time is None:
@@ -182,32 +182,32 @@ class MongoConnection:
         return timestamp_lsn(time)
 
     def check(self, *, must_exist: bool) -> None:
-        """Refuses what cannot be followed. A name that nothing has is more likely a wrong one."""
+        """Check that the collections can be followed; missing ones are probably misspelled."""
         for mapped in self._config.tables:
             database, _, name = mapped.table.partition(".")
             found = list(self.client.get_database(database).list_collections(filter={"name": name}))
             if not found and must_exist:
-                raise SourceError(f"there is no collection {mapped.table}")
+                raise SourceError(f"collection {mapped.table} not found")
             kind = found[0].get("type", "collection") if found else "collection"
             if kind != "collection":
-                raise SourceError(f"{mapped.table} is a {kind}, which MongoDB has no change stream of")
+                raise SourceError(f"{mapped.table} is a {kind}, which has no change stream")
 
     def now(self, mapped: TableMapping) -> tuple[int, str]:
-        """A place in the log behind everything that has happened to a collection: its time, its token."""
+        """The time and token of a position after all changes of a collection so far."""
         from tailrace.watch.sources.mongo_decoder import encode_resume_token, is_event_token, token_lsn
 
         with self._collection(mapped).watch(batch_size=0) as stream:
             token = stream.resume_token
         if token is None:
-            raise SourceError("MongoDB gives no token to go on from: version 4.4 or newer is needed")
+            raise SourceError("MongoDB returned no resume token, version 4.4 or newer is required")
         text = encode_resume_token(token)
-        # One that is but a time, as it is when nothing is read, is before what happens then.
+        # A token that is only a time (nothing was read) precedes the events of that time.
         return token_lsn(text) - (not is_event_token(text)), text
 
     # -- the log ---------------------------------------------------------------------------------------
 
     def follow(self, mapped: TableMapping, token: str, *, ended: bool, position: SourcePosition) -> None:
-        """Begins to read a change stream behind a token, that of a stream's end included."""
+        """Open a change stream after a token, also after the token of a stream's end."""
         from pymongo.errors import OperationFailure
 
         from tailrace.watch.sources.mongo_decoder import MongoDecoder, decode_resume_token, token_lsn
@@ -231,7 +231,7 @@ class MongoConnection:
         self._logs[mapped.table] = _OpenChangeStream(stream, decoder, token_lsn(token))
 
     def page(self, mapped: TableMapping, changes_max: int, bytes_max: int) -> MongoPage:
-        """What comes next, as far as it is there already."""
+        """The next changes that are available."""
         from tailrace.watch.sources.mongo_decoder import encode_resume_token, is_event_token, token_lsn
 
         stream, decoder, began = self._logs[mapped.table]
@@ -246,9 +246,9 @@ class MongoConnection:
             change = decoder.feed(bytes(event.raw))
             if change is not None:
                 changes.append(change)
-        # Behind the end there is nothing: its own token is the last.
+        # Nothing follows the end: its token is the last.
         text = decoder.end_token or encode_resume_token(stream.resume_token)
-        # A token that is but a time stands before what happened then, unless it was come to by reading.
+        # A token that is only a time precedes the events of that time, unless it was reached by reading.
         reached = token_lsn(text)
         read_to = reached if reached > began or is_event_token(text) else reached - 1
         return MongoPage(changes, text, last, read_to, bool(decoder.end_token), size)
@@ -260,23 +260,23 @@ class MongoConnection:
             return stream.try_next()
         except OperationFailure as error:
             if _is_lost(error):
-                raise GapError(f"{mapped.table} cannot be read on: {explain_error(error)}") from None
+                raise GapError(f"{mapped.table} cannot be read any further: {explain_error(error)}") from None
             raise
 
-    def leave(self, mapped: TableMapping) -> None:
-        """Reads no further in a log; another one may begin."""
+    def close_stream(self, mapped: TableMapping) -> None:
+        """Close a change stream; another may be opened."""
         self._logs.pop(mapped.table).stream.close()
 
     # -- copying ---------------------------------------------------------------------------------------
 
-    def copy(self, mapped: TableMapping) -> None:
-        """Begins to copy a collection as it is now."""
+    def begin_copy(self, mapped: TableMapping) -> None:
+        """Start copying a collection."""
         batch = min(self._config.batch_changes, BATCH_EVENTS)
         self._copying = self._collection(mapped).find(batch_size=batch)
         self._rows = iter(self._copying)
 
     def rows(self, mapped: TableMapping, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
-        """The next documents of the collection that is copied; none when all have been given."""
+        """The next documents of the copied collection; empty at the end."""
         from tailrace.watch.sources.mongo_decoder import decode_bson, document_row
 
         assert self._rows is not None
@@ -290,7 +290,7 @@ class MongoConnection:
                 break
         return found
 
-    def done(self) -> None:
+    def end_cursor(self) -> None:
         cursor, self._copying = self._copying, None
         self._rows = None
         if cursor is not None:
@@ -298,9 +298,9 @@ class MongoConnection:
 
 
 def explain_error(error: OperationFailure) -> str:
-    """In the server's words; the whole answer would say no more."""
-    said = (error.details or {}).get("errmsg") or "no reason given"
-    return f"{' '.join(str(said).split())[:400]} (error {error.code})"
+    """The server's error message."""
+    message = (error.details or {}).get("errmsg") or "no reason given"
+    return f"{' '.join(str(message).split())[:400]} (error {error.code})"
 
 
 def _is_lost(error: OperationFailure) -> bool:
@@ -314,9 +314,9 @@ def _is_transient(error: OperationFailure) -> bool:
 class MongoConnector(DatabaseConnector[TableMapping]):
     """Runs one MongoDB source until it is cancelled."""
 
-    def __init__(self, followed: SourceContext) -> None:
-        self._adapter = MongoConnection(followed.config)
-        super().__init__(followed, self._adapter)
+    def __init__(self, context: SourceContext) -> None:
+        self._adapter = MongoConnection(context.config)
+        super().__init__(context, self._adapter)
         self._checked_s = 0.0
 
     # -- a session -------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
         ingest, states = self._states.ingest(), self._states
         phase = ingest.progress.phase
         if phase == "stale" and not ingest.progress.rescan:
-            await self._hold(ingest.progress.reason)
+            await self._wait_for_operator(ingest.progress.reason)
         if phase in ("live", "loading"):
             await self._check(ingest)
         else:
@@ -337,7 +337,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
                 await self._load(ingest, ((one.collection, one) for one in copied))
                 until = await self._call(self._adapter.head)
             elif until is None:
-                self._worked()
+                self._reset_backoff()
             ended = await self._follow(ingest, until)
             if ended is not None:
                 copied = (ended,)
@@ -346,7 +346,7 @@ class MongoConnector(DatabaseConnector[TableMapping]):
             copied, until = (), None
 
     async def _begin(self, ingest: SourceIngest) -> None:
-        """Fixes where the log of each collection is read from, before anything is copied."""
+        """Store the start of each change stream before anything is copied."""
         adapter, progress = self._adapter, ingest.progress
         await self._call(adapter.check, must_exist=progress.phase == "new")
         marks: dict[str, CollectionProgress] = {}
@@ -355,18 +355,18 @@ class MongoConnector(DatabaseConnector[TableMapping]):
             marks[mapped.collection] = CollectionProgress(token=token, lsn=lsn)
         system, _ = await self._call(adapter.state)
         newest = max(mark.lsn for mark in marks.values())
-        known = progress.at(SourcePosition(newest, -1, -1)).replaced(
+        known = progress.with_position(SourcePosition(newest, -1, -1)).with_changes(
             system=system, marks=marks, reason=None, rescan=False
         )
         if self._config.initial == "now" and progress.phase == "new":
-            await self._states.begin_now(ingest, known)
+            await self._states.begin_without_load(ingest, known)
         else:
             await self._states.begin_load(ingest, known)
 
     # -- following -------------------------------------------------------------------------------------
 
     async def _follow(self, ingest: SourceIngest, until: int | None) -> TableMapping | None:
-        """Until the stream of a collection ends, which is told, or all is read that is older than `until`."""
+        """Follow all change streams; returns when one ends, or when everything before `until` was read."""
         behind = {one.collection for one in self._config.tables}
         idle_s = self._limits.watch_source_idle_ms / 1000
         pause_s = BUSY_S
@@ -382,14 +382,14 @@ class MongoConnector(DatabaseConnector[TableMapping]):
                     behind.discard(mapped.collection)
             if until is not None and not behind:
                 return None
-            self._status.caught_up(drained)
+            self._status.set_caught_up(drained)
             if time.monotonic() - self._checked_s >= self._limits.watch_source_check_ms / 1000:
                 await self._check(ingest)
             pause_s = min(2 * pause_s, idle_s) if not found else BUSY_S
             await asyncio.sleep(pause_s if drained else 0)
 
     async def _page(self, ingest: SourceIngest, mapped: TableMapping) -> MongoPage:
-        """Reads on in one collection, and writes it down."""
+        """Read and commit the next page of one collection."""
         config, mark = self._config, ingest.progress.marks[mapped.collection]
         adapter, began = self._adapter, time.monotonic()
         await self._call(adapter.follow, mapped, mark.token, ended=mark.ended, position=mark.position)
@@ -397,37 +397,37 @@ class MongoConnector(DatabaseConnector[TableMapping]):
         self._status.lag_changes = len(page.changes)
         await ingest.follow_one(mapped.collection, page.changes, page.token)
         if page.changes:
-            self._status.changed(page.changes[-1].time)
+            self._status.record_change(page.changes[-1].time)
         await self._pace(len(page.changes), page.size_bytes, began)
         return page
 
     async def _end(self, ingest: SourceIngest, mapped: TableMapping, page: MongoPage) -> None:
-        """Its collection was dropped or renamed, or another one has taken its name."""
-        known = ingest.progress.marked(
+        """The collection was dropped, renamed or replaced: load it again."""
+        known = ingest.progress.with_mark(
             mapped.collection, ingest.progress.position_in(mapped.collection), page.token, ended=True
         )
         if known.phase == "loading":
-            await ingest.note(known)  # nobody has been told anything yet
+            await ingest.commit_progress(known)  # nothing was delivered yet
         else:
             await self._states.begin_load(ingest, known)
-        await self._call(self._adapter.leave, mapped)
+        await self._call(self._adapter.close_stream, mapped)
 
-    # -- looking after it ------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------------
 
     async def _check(self, ingest: SourceIngest) -> None:
-        """Whether it is what it was; and that nothing has happened for long is written down as well.
+        """Check the cluster, and commit the tokens even without changes.
 
-        MongoDB keeps its log for some time and for nobody: a token that is never moved would be lost.
+        MongoDB's log has limited retention: a token that never moves would expire.
         """
         self._checked_s = time.monotonic()
         progress = ingest.progress
         system, head = await self._call(self._adapter.state)
         if system != progress.system:
-            raise GapError("it is another database")
+            raise GapError("the database was replaced by another one")
         if head < _newest(progress):
-            raise GapError("the database is older than what was read from it")
+            raise GapError("the database is older than the position of the source")
         if progress.tokens != self._states.progress.tokens:
-            await ingest.note(progress)
+            await ingest.commit_progress(progress)
 
 
 def _newest(progress: SourceProgress) -> int:

@@ -1,9 +1,4 @@
-"""MongoDB decoding: BSON values as JSON, change events and resume tokens. Needs the driver.
-
-Values of MongoDB as JSON: from what the driver decodes to what a document holds.
-
-Events of a change stream of MongoDB as changes of documents, and the tokens between them.
-"""
+"""MongoDB decoding: BSON values as JSON, change events and resume tokens. Requires the driver."""
 
 from __future__ import annotations
 
@@ -28,10 +23,10 @@ from bson.timestamp import Timestamp
 
 from tailrace.watch.sources.model import ImageKind, SourceChange, SourceError
 
-DEPTH_MAX: Final = 60  # of one value: a document is nested at most 64 levels deep
+DEPTH_MAX: Final = 60  # of one value; documents have at most 64 levels
 KEY_BYTES_MAX: Final = 1024
 
-# Nothing that a document holds stops its source: texts that are none, dates before Christ, ids of any kind.
+# No value may stop a source: invalid UTF-8, dates BC, ids of any type.
 _OPTIONS: Final[CodecOptions[dict[str, Any]]] = CodecOptions(
     document_class=dict,
     uuid_representation=UuidRepresentation.UNSPECIFIED,
@@ -51,19 +46,19 @@ def decode_bson(raw: bytes) -> dict[str, Any]:
 
 
 def document_row(document: Mapping[str, Any]) -> tuple[str, bytes]:
-    """A whole document of MongoDB: the key and the document that it is here."""
+    """The key and JSON of a MongoDB document."""
     return document_key(document["_id"]), document_data(document)
 
 
 def document_data(document: Mapping[str, Any]) -> bytes:
-    """The id is not part of it: it is the key."""
+    """The document without `_id`, which is its key."""
     return orjson.dumps(
         {name: json_value(value, DEPTH_MAX) for name, value in document.items() if name != "_id"}
     )
 
 
 def document_key(value: object) -> str:
-    """Texts as they are, object ids in hex, all else as canonical extended JSON."""
+    """Strings unchanged, object ids in hex, all else as canonical extended JSON."""
     if isinstance(value, ObjectId) or (isinstance(value, str) and value):
         key = str(value)
     else:
@@ -74,7 +69,7 @@ def document_key(value: object) -> str:
 
 
 def json_value(value: Any, depth: int) -> Any:
-    """What is nested deeper than a document can be becomes a text."""
+    """The value as JSON; what is nested too deep becomes a string."""
     kind = cast("type[Any]", type(value))
     if kind in _PLAIN:
         return value
@@ -98,36 +93,36 @@ def json_value(value: Any, depth: int) -> Any:
 
 
 def format_instant_ms(time_ms: int) -> str:
-    moment = _EPOCH + timedelta(milliseconds=time_ms)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z".rjust(24, "0")
+    instant = _EPOCH + timedelta(milliseconds=time_ms)
+    return f"{instant:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z".rjust(24, "0")
 
 
 def _text(value: object, options: json_util.JSONOptions) -> str:
     return json_util.dumps(value, json_options=options, separators=(",", ":"), ensure_ascii=False)
 
 
-# What a token begins with: the mark of a timestamp, its seconds and its counter.
+# A token starts with the type of a timestamp, its seconds and its counter.
 _TOKEN: Final = re.compile(r"82([0-9A-Fa-f]{16})")
-# Then its version and its kind: of an event, or of a time at which nothing has to have happened.
+# Then its version and kind: of an event, or of a time without event.
 _EVENT_TOKEN: Final = re.compile(r"82[0-9A-Fa-f]{16}2[Bb]0[0-9A-Fa-f]2[Cc]")
 TOKEN_BYTES_MAX: Final = 16 * 1024
 
 
 class MongoDecoder:
-    """Reads the change stream of one collection, in order, from behind the change at `lsn` and `ordinal`.
+    """Decodes the change stream of one collection in order, after the change at `lsn` and `ordinal`.
 
-    The changes of one transaction have one time; only their order tells them apart, so they are counted, and
-    a stream that is resumed in the middle of a transaction goes on counting.
+    The changes of one transaction have the same time and are distinguished by their number; a stream that is
+    resumed within a transaction continues to count.
     """
 
     def __init__(self, collection: str, lsn: int, ordinal: int) -> None:
         self._collection = collection
         self._lsn = lsn
         self._ordinal = ordinal
-        self.end_token = ""  # if the stream says no more: the collection was dropped or renamed
+        self.end_token = ""  # set when the stream ended: the collection was dropped or renamed
 
     def feed(self, raw: bytes) -> SourceChange | None:
-        """What one event says about a document; None if it is about none."""
+        """The change of one event; None if it is not about a document."""
         event = decode_bson(raw)
         kind = event["operationType"]
         if kind == "invalidate":
@@ -148,7 +143,7 @@ class MongoDecoder:
         else:
             full = event.get("fullDocument")
             data = b"" if full is None else document_data(full)
-            # An update has what the document was when somebody asked, which was later.
+            # An update has the document at the time of the lookup, which was later.
             image: ImageKind = "missing" if full is None else "lookup" if kind == "update" else "full"
             change = SourceChange(lsn, self._ordinal, txn, time, "put", self._collection, key, data)
             change = change._replace(image=image, replaces=kind == "replace")
@@ -157,7 +152,7 @@ class MongoDecoder:
 
 
 def encode_resume_token(token: Mapping[str, Any]) -> str:
-    """A resume token as it is written down."""
+    """A resume token as text."""
     data = token.get("_data")
     text = data if isinstance(data, str) and len(token) == 1 else json_util.dumps(dict(token))
     if len(text) > TOKEN_BYTES_MAX:
@@ -173,12 +168,12 @@ def token_lsn(text: str) -> int:
     """The cluster time of a token."""
     found = _TOKEN.match(str(decode_resume_token(text).get("_data")))
     if found is None:
-        raise SourceError("a resume token is not of a form that is known: MongoDB 4.4 or newer is needed")
+        raise SourceError("unknown form of resume token, MongoDB 4.4 or newer is required")
     return int(found[1], 16)
 
 
 def is_event_token(text: str) -> bool:
-    """Whether a token stands behind an event, and not before all that happened at its time."""
+    """Whether a token is after an event, not before all events of its time."""
     return _EVENT_TOKEN.match(str(decode_resume_token(text).get("_data"))) is not None
 
 
@@ -194,7 +189,7 @@ def _time_of(event: Mapping[str, Any]) -> int:
 
 
 def _instant_of(event: Mapping[str, Any], lsn: int) -> str:
-    """When it was committed: older servers say no more than the second."""
+    """The commit time; older servers only have seconds."""
     time = event.get("wallTime")
     return format_instant_ms(int(time) if isinstance(time, DatetimeMS) else (lsn >> 32) * 1000)
 

@@ -1,12 +1,8 @@
 """The PostgreSQL source: replication slot, initial copy and change capture.
 
-A PostgreSQL database that is followed: its slot, its tables, its log.
-
-The driver does not speak the replication protocol, so the log is read with SQL: looked at through a cursor
-(`pg_logical_slot_peek_binary_changes`), and let go (`pg_replication_slot_advance`) when it is safe elsewhere.
-Everything here blocks, and is called from the one thread that owns the connection.
-
-A PostgreSQL source at work: its slot is looked at, written down, and moved only then.
+The driver does not implement the replication protocol, so the log is read with SQL: peeked through a cursor
+(`pg_logical_slot_peek_binary_changes`), and released (`pg_replication_slot_advance`) once the changes are
+durable here. `PostgresConnection` blocks and is used by one thread; `PostgresConnector` runs on the loop.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple, cast
 
+from tailrace.common.logging_setup import log_fields
 from tailrace.watch.sources.config import SourceConfig, TableMapping
 from tailrace.watch.sources.connector import BUSY_S, DatabaseConnector, SourceContext
 from tailrace.watch.sources.ingest import SourceIngest
@@ -33,7 +30,7 @@ FETCH_ROWS: Final = 500
 FETCH_ROWS_FIRST: Final = 50
 FETCH_BYTES: Final = 1024 * 1024
 VERSION_MIN: Final = 130_000
-# A peer that is gone is noticed within a minute.
+# A dead peer is detected within a minute.
 _CONNECTION: Final = {
     "application_name": "tailrace",
     "connect_timeout": CONNECT_S,
@@ -43,7 +40,7 @@ _CONNECTION: Final = {
     "tcp_user_timeout": 60_000,
 }
 _SESSION: Final = (
-    # What is printed must not depend on anybody's settings.
+    # Output must not depend on the database's settings.
     "SET client_encoding = 'UTF8'",
     "SET datestyle = 'ISO, YMD'",
     "SET timezone = 'UTC'",
@@ -52,7 +49,7 @@ _SESSION: Final = (
     "SET bytea_output = 'hex'",
     "SET statement_timeout = 0",
     "SET idle_in_transaction_session_timeout = 0",
-    # For our own marks: safe there, whatever its standbys do.
+    # For our own marks: do not wait for standbys.
     "SET synchronous_commit = 'local'",
 )
 _TYPES: Final = """SELECT t.oid::int8, t.typtype = 'd',
@@ -71,7 +68,7 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %s AND c.relname = %s AND c.relkind IN ('r', 'p')"""
 _COLUMNS: Final = """SELECT attname::text, atttypid::int8 FROM pg_attribute
 WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped AND attgenerated = '' ORDER BY attnum"""
-# Hosted databases grant by a role of their own what is otherwise an attribute.
+# Hosted databases grant replication by a role instead of an attribute.
 _ROLE: Final = """SELECT r.rolname::text, r.rolsuper OR r.rolreplication OR EXISTS(SELECT 1 FROM pg_roles h
     WHERE h.rolname IN ('rds_replication', 'cloudsqlsuperuser') AND pg_has_role(r.oid, h.oid, 'MEMBER'))
 FROM pg_roles r WHERE r.rolname = current_user"""
@@ -86,17 +83,17 @@ FROM pg_replication_slots WHERE slot_name = %s"""
 
 
 class ReplicationSlot(NamedTuple):
-    """The place that the database keeps for us: all of its log from there on is kept."""
+    """A replication slot: the database retains its log from there on."""
 
     plugin: str | None
-    here: bool | None
+    is_this_database: bool | None
     wal_status: str | None
     confirmed: int | None
     retained_bytes: int | None
 
 
 class PostgresTable(NamedTuple):
-    """A table as it is now."""
+    """The current definition of a table."""
 
     mapped: TableMapping
     key: tuple[str, ...]
@@ -105,7 +102,7 @@ class PostgresTable(NamedTuple):
 
 
 class PostgresPage(NamedTuple):
-    """A stretch of the log. `end` is that of the last whole commit so far; `last`: no more follows."""
+    """A part of the log. `end`: after the last complete commit; `last`: nothing follows."""
 
     changes: list[SourceChange]
     end: int
@@ -118,25 +115,25 @@ def import_driver() -> Any:
         import psycopg
     except ImportError:
         raise SourceError(
-            "a PostgreSQL source needs the extra postgres: pip install 'tailrace[postgres]'"
+            "a PostgreSQL source requires the extra postgres: pip install 'tailrace[postgres]'"
         ) from None
     return psycopg
 
 
 class PostgresConnection:
-    """One connection. Not for several threads at once."""
+    """One connection; not thread-safe."""
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._types = TypeConverters({}, {}, ())
-        self._wanted: dict[str, TableTarget] = {}
+        self._targets: dict[str, TableTarget] = {}
         self._version = 0
-        self._reading: ExitStack | None = None
+        self._cursor_stack: ExitStack | None = None
         self._rows: Iterator[tuple[Any, ...]] | None = None
         self._decoder: PostgresDecoder | None = None
         self._seen = 0
-        self._asked = 0
+        self._limit = 0
 
     # -- the connection --------------------------------------------------------------------------------
 
@@ -149,30 +146,30 @@ class PostgresConnection:
 
             whole = make_conninfo(dsn, **_CONNECTION)
         except psycopg.ProgrammingError:
-            # The message would repeat what it could not read, which may be a secret.
-            raise SourceError("the connection string cannot be read") from None
+            # The driver's message would contain the connection string, which may hold a secret.
+            raise SourceError("invalid connection string") from None
         self._connection = psycopg.connect(whole, autocommit=True, prepare_threshold=None)
         for statement in _SESSION:
             self._run(statement)
         self._version = self.connection.info.server_version
         if self._version < VERSION_MIN:
-            raise SourceError("a source needs PostgreSQL 13 or newer")
+            raise SourceError("a source requires PostgreSQL 13 or newer")
         self._load_types()
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._reading = self._rows = None
+            self._cursor_stack = self._rows = None
             connection.close()
 
-    def explained(self, error: Exception) -> str | None:
+    def explain_error(self, error: Exception) -> str | None:
         if not type(error).__module__.startswith("psycopg"):
             return None
         return " ".join(str(error).split())[:500] or type(error).__name__
 
     @property
     def connection(self) -> psycopg.Connection[tuple[Any, ...]]:
-        assert self._connection is not None, "it is open"
+        assert self._connection is not None, "the connection is open"
         return self._connection
 
     def _run(self, query: LiteralString, *values: object) -> list[tuple[Any, ...]]:
@@ -191,10 +188,10 @@ class PostgresConnection:
         self._types = TypeConverters(arrays, domains, plain, numeric=self._config.numeric)
         return self._types
 
-    # -- what there is ---------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------------
 
     def system(self) -> str | None:
-        """What tells this database from another one that was put in its place."""
+        """The identifier of the database cluster, to detect that it was replaced."""
         psycopg = import_driver()
         try:
             found = self._run("SELECT system_identifier::text FROM pg_control_system()")
@@ -203,23 +200,23 @@ class PostgresConnection:
         return str(found[0][0])
 
     def head(self) -> int:
-        """The end of the log. Nothing before it is part of a record that is still being written."""
+        """The end of the log; no record before it is still being written."""
         return int(self._run("SELECT (pg_current_wal_insert_lsn() - '0/0')::int8")[0][0])
 
     def flushed(self) -> int:
-        """How much of the log is safe there, and can be read."""
+        """The flushed end of the log, up to which it can be read."""
         return int(self._run("SELECT (pg_current_wal_flush_lsn() - '0/0')::int8")[0][0])
 
     def mark(self) -> int:
-        """A place in the log that can be read at once: whatever was seen before it is in front of it."""
+        """A readable position in the log after everything that was seen before."""
         psycopg = import_driver()
         try:
             return int(self._run(_MARK)[0][0])
         except psycopg.errors.InsufficientPrivilege:
-            return self.head()  # which can be read soon
+            return self.head()  # readable soon
 
     def check(self) -> dict[str, PostgresTable]:
-        """The tables, by name; refuses with the statement that puts things right."""
+        """The tables by name; errors contain the SQL statement that fixes the setup."""
         level = self._run("SHOW wal_level")[0][0]
         if level != "logical":
             raise SourceError("run: ALTER SYSTEM SET wal_level = 'logical'; then restart PostgreSQL")
@@ -231,7 +228,7 @@ class PostgresConnection:
             tables = ", ".join(one.table for one in self._config.tables)
             raise SourceError(f'run: CREATE PUBLICATION "{publication}" FOR TABLE {tables}')
         found = {one.table: self._table(one, str(user)) for one in self._config.tables}
-        self._wanted = {name: TableTarget(one.mapped.collection, one.key) for name, one in found.items()}
+        self._targets = {name: TableTarget(one.mapped.collection, one.key) for name, one in found.items()}
         self._load_types()
         return found
 
@@ -239,13 +236,13 @@ class PostgresConnection:
         schema, _, name = mapped.table.partition(".")
         rows = self._run(_TABLE, schema, name)
         if not rows:
-            raise SourceError(f"there is no table {mapped.table}")
+            raise SourceError(f"table {mapped.table} not found")
         oid, identity, primary, by_index, readable = rows[0]
         if not readable:
             raise SourceError(f'run: GRANT SELECT ON {mapped.table} TO "{user}"')
         key = mapped.key or tuple(primary)
         if not key:
-            raise SourceError(f"{mapped.table} has no primary key: name the columns of its key")
+            raise SourceError(f"{mapped.table} has no primary key, set the key columns of the table")
         columns: list[tuple[str, int]] = [(name, oid) for name, oid in self._run(_COLUMNS, oid)]
         published = self._published(schema, name)
         if published is None:
@@ -254,15 +251,15 @@ class PostgresConnection:
         if chosen is not None:
             columns = [(name, oid) for name, oid in columns if name in chosen]
         if not set(key) <= {name for name, _ in columns}:
-            raise SourceError(f"{mapped.table}: not all of {', '.join(key)} is published")
-        told = {"d": primary, "i": by_index}.get(identity, [])
-        if identity != "f" and not set(key) <= set(told):
+            raise SourceError(f"{mapped.table}: the key columns {', '.join(key)} must all be published")
+        logged = {"d": primary, "i": by_index}.get(identity, [])
+        if identity != "f" and not set(key) <= set(logged):
             raise SourceError(f"run: ALTER TABLE {mapped.table} REPLICA IDENTITY FULL")
         return PostgresTable(mapped, key, tuple(columns), row_filter)
 
     def _published(self, schema: str, name: str) -> tuple[set[str] | None, str | None] | None:
-        """The columns and the rows that are published; None if the table is not."""
-        # Both came with version 15.
+        """The published columns and row filter; None if the table is not published."""
+        # Since version 15.
         query = _PUBLISHED if self._version >= 150_000 else _PUBLISHED_WHOLE
         rows = self._run(query, self._config.publication, schema, name)
         if not rows:
@@ -277,7 +274,7 @@ class PostgresConnection:
         return ReplicationSlot(*rows[0]) if rows else None
 
     def create_slot(self) -> int:
-        """Where it begins: all that is committed from there on is kept."""
+        """Create the slot; returns its start, from where on commits are retained."""
         rows = self._run(
             "SELECT (lsn - '0/0')::int8 FROM pg_create_logical_replication_slot(%s, 'pgoutput')",
             self._config.slot,
@@ -289,15 +286,15 @@ class PostgresConnection:
             self._run("SELECT pg_drop_replication_slot(%s)", self._config.slot)
 
     def advance(self, end: int) -> None:
-        """What lies before may go. Only ever the end of a record, or a commit could be passed over."""
+        """Release the log before `end`, which must be the end of a record, or a commit could be skipped."""
         text = f"{end >> 32:X}/{end & 0xFFFFFFFF:X}"
         self._run("SELECT pg_replication_slot_advance(%s, %s::pg_lsn)", self._config.slot, text)
 
     # -- the log ---------------------------------------------------------------------------------------
 
     def peek(self, changes_max: int) -> None:
-        """Begins to look at what the slot has; a transaction is never cut off in the middle."""
-        assert self._reading is None
+        """Start reading the slot; transactions are never split."""
+        assert self._cursor_stack is None
         stack = ExitStack()
         try:
             stack.enter_context(self.connection.transaction())
@@ -312,11 +309,14 @@ class PostgresConnection:
         except BaseException:
             stack.close()
             raise
-        self._reading, self._decoder = stack, PostgresDecoder(self._wanted, self._types, self._load_types)
-        self._seen, self._asked = 0, changes_max
+        self._cursor_stack, self._decoder = (
+            stack,
+            PostgresDecoder(self._targets, self._types, self._load_types),
+        )
+        self._seen, self._limit = 0, changes_max
 
     def page(self, changes_max: int, bytes_max: int) -> PostgresPage:
-        """The next of what is looked at. A message with several changes is not torn apart."""
+        """The next page; the changes of one message are not split."""
         assert self._rows is not None
         assert self._decoder is not None
         decoder, changes, size = self._decoder, list[SourceChange](), 0
@@ -330,29 +330,29 @@ class PostgresConnection:
 
     @property
     def drained(self) -> bool:
-        """After the last page: nothing was left for the next time."""
-        return self._seen < self._asked
+        """After the last page: whether the slot had no more changes."""
+        return self._seen < self._limit
 
-    def done(self) -> None:
-        """Ends looking at the log, or copying."""
-        stack, self._reading = self._reading, None
+    def end_cursor(self) -> None:
+        """End reading the log or copying."""
+        stack, self._cursor_stack = self._cursor_stack, None
         self._rows = None
         if stack is not None:
             stack.close()
 
     # -- copying ---------------------------------------------------------------------------------------
 
-    def copy(self, table: PostgresTable) -> None:
-        """Begins to copy a table as it is now."""
+    def begin_copy(self, table: PostgresTable) -> None:
+        """Start copying a table."""
         from psycopg import sql
 
-        assert self._reading is None
+        assert self._cursor_stack is None
         schema, _, name = table.mapped.table.partition(".")
         filtered = "" if table.row_filter is None else f" WHERE {table.row_filter}"
         query = sql.SQL("COPY (SELECT {} FROM {}{}) TO STDOUT").format(
             sql.SQL(", ").join(sql.Identifier(column) for column, _ in table.columns),
             sql.Identifier(schema, name),
-            # As the database itself prints it.
+            # As printed by the database.
             sql.SQL(cast("LiteralString", filtered)),
         )
         stack = ExitStack()
@@ -363,10 +363,10 @@ class PostgresConnection:
         except BaseException:
             stack.close()
             raise
-        self._reading = stack
+        self._cursor_stack = stack
 
     def rows(self, table: PostgresTable, rows_max: int, bytes_max: int) -> list[tuple[str, bytes]]:
-        """The next documents of the table that is copied; none when all have been given."""
+        """The next documents of the copied table; empty at the end."""
         assert self._rows is not None
         names = [name for name, _ in table.columns]
         converts = [self._types.converter(oid) for _, oid in table.columns]
@@ -383,7 +383,7 @@ class PostgresConnection:
 
 
 def _fetch_rows(cursor: psycopg.ServerCursor[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """All rows, fetched in pieces of about the same size, however large a row is."""
+    """All rows, fetched in chunks of about equal bytes."""
     count = FETCH_ROWS_FIRST
     while rows := cursor.fetchmany(count):
         size = 0
@@ -396,28 +396,28 @@ def _fetch_rows(cursor: psycopg.ServerCursor[tuple[Any, ...]]) -> Iterator[tuple
 
 
 def primary_keys(tables: Mapping[str, PostgresTable]) -> dict[str, list[str]]:
-    """The keys as they are written down, to see whether they change."""
+    """The keys as stored in the progress, to detect changes."""
     return {name: list(table.key) for name, table in tables.items()}
 
 
 logger = logging.getLogger("tailrace.watch")
 
-# Every look reads the log again from where the database keeps it, so that few long ones cost less than many.
+# Every peek reads the log from the slot's start, so few large peeks are cheaper than many.
 PEEK_CHANGES: Final = 20_000
 PEEK_CHANGES_MAX: Final = 200_000
-PEEK_BYTES: Final = 64 * 1024 * 1024  # about what the database puts aside for one
+PEEK_BYTES: Final = 64 * 1024 * 1024  # about what the database buffers for one peek
 MOVE_BYTES: Final = 1024 * 1024
 
 
 class PostgresConnector(DatabaseConnector[PostgresTable]):
     """Runs one PostgreSQL source until it is cancelled."""
 
-    def __init__(self, followed: SourceContext) -> None:
-        self._adapter = PostgresConnection(followed.config)
-        super().__init__(followed, self._adapter)
+    def __init__(self, context: SourceContext) -> None:
+        self._adapter = PostgresConnection(context.config)
+        super().__init__(context, self._adapter)
         self._tables: dict[str, PostgresTable] = {}
-        self._drained_at = -1  # how much of the log had been written when all of it was read
-        self._boundary = 0  # an end of a record that was seen before
+        self._drained_at = -1  # flushed end of the log when all of it was read
+        self._boundary = 0  # end of a record at the last check
         self._checked_s = 0.0
         self._peek_changes = PEEK_CHANGES
 
@@ -432,20 +432,20 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
         if phase == "live":
             await self._check(ingest)
         elif phase == "stale" and not ingest.progress.rescan:
-            await self._hold(ingest.progress.reason)
+            await self._wait_for_operator(ingest.progress.reason)
         else:
             await self._begin(ingest)
-        self._worked()
+        self._reset_backoff()
         await self._follow(ingest, None)
 
     async def _begin(self, ingest: SourceIngest) -> None:
-        """From nothing, or from what is left, to a source that is followed."""
+        """Create the slot and load the tables, or continue an interrupted load."""
         adapter, states = self._adapter, self._states
         progress = ingest.progress
         if progress.phase != "loading":
             start = await self._fresh_slot(ingest)
             self._status.confirmed = start
-            known = progress.at(SourcePosition(start, -1, -1)).replaced(
+            known = progress.with_position(SourcePosition(start, -1, -1)).with_changes(
                 safe=start,
                 system=await self._call(adapter.system),
                 keys=primary_keys(self._tables),
@@ -454,7 +454,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
                 making=False,
             )
             if self._config.initial == "now" and progress.phase == "new":
-                await states.begin_now(ingest, known)
+                await states.begin_without_load(ingest, known)
                 return
             await states.begin_load(ingest, known)
         else:
@@ -465,20 +465,20 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
         await states.end_load(ingest)
 
     async def _fresh_slot(self, ingest: SourceIngest) -> int:
-        """A slot that begins now. One that exists is ours only if we have said so, or have read from it."""
+        """Create the slot; an existing one is replaced only if this source created or has read it."""
         adapter, progress, name = self._adapter, ingest.progress, self._config.slot
         if await self._call(adapter.slot) is not None:
             known = any(any(one.applied) for one in self._states.collections.values())
             if progress.phase == "new" and not progress.making and not known:
-                raise SourceError(f"there is a slot {name} already: name another one, or drop it")
+                raise SourceError(f"slot {name} already exists, choose another name or drop it")
             await self._call(adapter.drop_slot)
-        await ingest.note(progress.replaced(making=True))
+        await ingest.commit_progress(progress.with_changes(making=True))
         return await self._call(adapter.create_slot)
 
     # -- following -------------------------------------------------------------------------------------
 
     async def _follow(self, ingest: SourceIngest, until: int | None) -> None:
-        """For ever, or until everything before a place in the log has been read."""
+        """Follow the log; returns when everything before `until` was read."""
         pause_s = BUSY_S
         idle_s = self._limits.watch_source_idle_ms / 1000
         while True:
@@ -486,7 +486,7 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
             pause_s = min(2 * pause_s, idle_s)
             if flushed != self._drained_at:
                 before = ingest.progress.position
-                drained = await self._round(ingest)
+                drained = await self._read_once(ingest)
                 self._drained_at = flushed if drained else -1
                 if ingest.progress.position != before:
                     pause_s = BUSY_S if drained else 0.0
@@ -494,17 +494,17 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
                 return
             if time.monotonic() - self._checked_s >= self._limits.watch_source_check_ms / 1000:
                 await self._check(ingest)
-                await self._let_go(ingest)
-            self._status.caught_up(self._drained_at >= 0)
+                await self._advance_slot(ingest)
+            self._status.set_caught_up(self._drained_at >= 0)
             await asyncio.sleep(pause_s)
 
-    async def _round(self, ingest: SourceIngest) -> bool:
-        """Reads what the log has now; True if nothing was left."""
+    async def _read_once(self, ingest: SourceIngest) -> bool:
+        """Read what the log has now; True if nothing is left."""
         adapter, end, size_bytes = self._adapter, 0, 0
-        asked = self._peek_changes
-        await self._call(adapter.peek, asked)
+        limit = self._peek_changes
+        await self._call(adapter.peek, limit)
         try:
-            # The next page is decoded while this one is written down.
+            # The next page is decoded while this one is committed.
             ahead: asyncio.Future[PostgresPage] | None = self._page()
             while ahead is not None:
                 page = await ahead
@@ -513,55 +513,60 @@ class PostgresConnector(DatabaseConnector[PostgresTable]):
                 self._status.lag_changes = len(page.changes)
                 await ingest.follow(page.changes, page.end)
                 if page.changes:
-                    self._status.changed(page.changes[-1].time)
+                    self._status.record_change(page.changes[-1].time)
                 await self._pace(len(page.changes), page.size_bytes, began)
                 end, size_bytes = page.end, size_bytes + page.size_bytes
         finally:
-            await self._call(adapter.done)
+            await self._call(adapter.end_cursor)
         if end > self._status.confirmed:
             await self._call(adapter.advance, end)
             self._status.confirmed = end
-        # There is a backlog: more at once, if it is not too large.
-        fitting = min(PEEK_CHANGES_MAX, asked * PEEK_BYTES // max(1, size_bytes))
+        # With a backlog, peek more at once, within PEEK_BYTES.
+        fitting = min(PEEK_CHANGES_MAX, limit * PEEK_BYTES // max(1, size_bytes))
         self._peek_changes = PEEK_CHANGES if adapter.drained else max(PEEK_CHANGES, fitting)
         return adapter.drained
 
     def _page(self) -> asyncio.Future[PostgresPage]:
         return self._call(self._adapter.page, self._config.batch_changes, self._config.batch_bytes)
 
-    # -- looking after the slot ------------------------------------------------------------------------
+    # -- slot checks -----------------------------------------------------------------------------------
 
     async def _check(self, ingest: SourceIngest) -> None:
-        """Whether the source can go on from where it is, and what is kept for it there."""
+        """Check that the source can continue at its position, and update the status; raises GapError."""
         adapter, progress, status = self._adapter, ingest.progress, self._status
         self._checked_s = time.monotonic()
         slot = await self._call(adapter.slot)
         status.wal_status = None if slot is None else slot.wal_status
         status.retained_bytes = None if slot is None else slot.retained_bytes
         if slot is None:
-            raise GapError(f"the slot {self._config.slot} is gone")
+            raise GapError(f"slot {self._config.slot} does not exist")
         if slot.wal_status == "lost" or slot.confirmed is None:
-            raise GapError(f"the slot {self._config.slot} is lost: the database has thrown away its log")
+            raise GapError(f"slot {self._config.slot} is lost: the database has removed its log")
         if slot.wal_status == "unreserved":
-            logger.warning("the slot %s will be lost soon if it is not read", self._config.slot)
+            logger.warning(
+                "replication slot is close to being lost",
+                extra=log_fields(
+                    source=self._config.name, slot=self._config.slot, retained_bytes=slot.retained_bytes
+                ),
+            )
         if slot.confirmed > progress.safe:
-            raise GapError(f"somebody else has moved the slot {self._config.slot}")
+            raise GapError(f"slot {self._config.slot} was advanced by another client")
         status.confirmed = slot.confirmed
         system = await self._call(adapter.system)
         if None not in (system, progress.system) and system != progress.system:
-            raise GapError("it is another database")
+            raise GapError("the database was replaced by another one")
         head = await self._call(adapter.head)
         if head < progress.lsn:
-            raise GapError("the database is older than what was read from it")
+            raise GapError("the database is older than the position of the source")
         status.lag_bytes = max(0, head - max(progress.safe, slot.confirmed))
         self._tables = await self._call(adapter.check)
         if primary_keys(self._tables) != progress.keys:
-            raise GapError("the key of a table has changed")
+            raise GapError("the primary key of a table has changed")
 
-    async def _let_go(self, ingest: SourceIngest) -> None:
-        """Lets the database throw away what has nothing to do with us, as it would otherwise keep it for us.
+    async def _advance_slot(self, ingest: SourceIngest) -> None:
+        """Release log that has no changes of our tables, which the slot would otherwise retain.
 
-        Only up to the end of a record that was there at the last look: since then all of it has been read.
+        Only up to the end of a record seen at the last check: everything before it was read since.
         """
         adapter, status = self._adapter, self._status
         boundary, self._boundary = self._boundary, await self._call(adapter.head)

@@ -1,13 +1,8 @@
 """PostgreSQL decoding: values as JSON, `pgoutput` messages, and changes of documents.
 
-Values of PostgreSQL as JSON: from the text that the database prints to what a document holds.
-
-The messages of PostgreSQL's `pgoutput` plugin, protocol version 1.
-
-All numbers are big-endian, all texts end in a zero byte, and values come as the text that the database
-prints for them.
-
-Transactions of PostgreSQL as changes of documents, and where each commit ends.
+`TypeConverters` turns the text form of a value into JSON. `decode_message` reads messages of the `pgoutput`
+plugin, protocol version 1: numbers are big-endian, strings end in a zero byte, values are in text form.
+`PostgresDecoder` turns messages into changes and tracks where each commit ends.
 """
 
 from __future__ import annotations
@@ -28,10 +23,10 @@ from tailrace.watch.sources.model import GapError, SourceChange, SourceError
 
 BOOL, BYTEA, INT8, INT2, INT4, JSON, FLOAT4, FLOAT8 = 16, 17, 20, 21, 23, 114, 700, 701
 TIMESTAMPTZ, NUMERIC, JSONB = 1184, 1700, 3802
-DEPTH_MAX: Final = 60  # of one value: a document is nested at most 64 levels deep
+DEPTH_MAX: Final = 60  # of one value; documents have at most 64 levels
 DOMAINS_MAX: Final = 16
-USER_TYPES: Final = 16_384  # what is not built in has a number from here on
-INT_DIGITS: Final = 20  # sign and digits of the longest that 64 bits can hold
+USER_TYPES: Final = 16_384  # oids of types that are not built in start here
+INT_DIGITS: Final = 20  # sign and digits of a 64-bit integer
 
 _INT_MIN: Final = -(2**63)
 _INT_MAX: Final = 2**63 - 1
@@ -43,7 +38,7 @@ Converter = Callable[[str], Any]
 
 
 class TypeConverters:
-    """How each type is converted. Arrays and domains are those of the database, by their numbers."""
+    """Converters by type oid; `arrays` and `domains` map oids to their element or base type."""
 
     def __init__(
         self,
@@ -61,17 +56,17 @@ class TypeConverters:
             self._known[NUMERIC] = _double
 
     def is_new(self, type_oid: int) -> bool:
-        """A type that somebody made since the types were looked at."""
+        """Whether the type was created after the types were loaded."""
         known = type_oid in self._arrays or type_oid in self._domains or type_oid in self._others
         return type_oid >= USER_TYPES and not known
 
     def converter(self, type_oid: int) -> Converter:
         found = self._known.get(type_oid)
         if found is None:
-            found = self._known[type_oid] = self._made(type_oid)
+            found = self._known[type_oid] = self._build(type_oid)
         return found
 
-    def _made(self, type_oid: int) -> Converter:
+    def _build(self, type_oid: int) -> Converter:
         for _ in range(DOMAINS_MAX):
             if type_oid not in self._domains:
                 break
@@ -84,7 +79,7 @@ class TypeConverters:
 
 
 def dump_row(row: Mapping[str, Any]) -> bytes:
-    """The row as a document. Half a surrogate pair, which JSON lets in by an escape, is a question mark."""
+    """The row as JSON; lone surrogates, which JSON allows in escapes, become question marks."""
     try:
         return orjson.dumps(row)
     except TypeError:
@@ -92,7 +87,7 @@ def dump_row(row: Mapping[str, Any]) -> bytes:
 
 
 def parse_array(text: str, convert: Converter) -> Any:
-    """`{1,NULL,"a b"}`, nested as deep as it likes; bounds that do not begin at 1 are left out."""
+    """Parse `{1,NULL,"a b"}` of any depth; explicit lower bounds are ignored."""
     begin = text.find("{")
     if begin < 0:
         return text
@@ -137,13 +132,13 @@ def _bytes(text: str) -> str:
 
 
 def _instant(text: str) -> str:
-    """RFC 3339; what that cannot say (infinity, years before Christ) stays as it is."""
+    """RFC 3339; values outside of it (infinity, BC) stay unchanged."""
     found = _INSTANT.match(text)
     return text if found is None else f"{found[1]}T{found[2]}Z"
 
 
 def parse_json_value(text: str) -> Any:
-    """The value; one that is nested deeper than a document can be stays a text."""
+    """The parsed value; JSON nested too deep stays a string."""
     try:
         return _finite(json.loads(text, parse_int=_int), DEPTH_MAX)
     except RecursionError:
@@ -151,7 +146,7 @@ def parse_json_value(text: str) -> Any:
 
 
 def _int(text: str) -> int | float | None:
-    """Beyond 64 bits it is a double, and beyond that nothing."""
+    """Integers above 64 bits become doubles, above those null."""
     if len(text) > INT_DIGITS:
         return _double(text)
     value = int(text)
@@ -203,12 +198,12 @@ _COMMIT: Final = struct.Struct(">xBQQq")
 _U32: Final = struct.Struct(">I")
 _U16: Final = struct.Struct(">H")
 _COLUMN: Final = struct.Struct(">Ii")
-# Microseconds from 1970 to 2000, where PostgreSQL's clock begins.
+# Microseconds from 1970 to 2000, the epoch of PostgreSQL.
 EPOCH_US: Final = 946_684_800_000_000
 
 
 class UnchangedValue:
-    """Stands for a large value that an update left as it was, and that is therefore not repeated."""
+    """A large value that an update did not change and the log does not repeat."""
 
 
 UNCHANGED: Final = UnchangedValue()
@@ -222,7 +217,7 @@ class RelationColumn(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """A table as it is at this point of the log. `identity`: d(efault), n(othing), f(ull), i(ndex)."""
+    """A table definition in the log. `identity`: d(efault), n(othing), f(ull), i(ndex)."""
 
     id: int
     schema: str
@@ -248,7 +243,7 @@ class InsertMessage(NamedTuple):
 
 
 class UpdateMessage(NamedTuple):
-    """`old` is the whole row, or the key alone, or nothing if the key did not change."""
+    """`old` is the whole row, only the key, or None if the key did not change."""
 
     relation: int
     old: TupleValues | None
@@ -272,7 +267,7 @@ PgoutputMessage = (
 
 
 def decode_message(raw: bytes) -> PgoutputMessage | None:
-    """The message; None for those that say nothing about rows (types, origins, messages)."""
+    """The message; None for kinds that are not about rows (types, origins, messages)."""
     kind = raw[:1]
     if kind == b"I":
         (relation,) = _U32.unpack_from(raw, 1)
@@ -297,7 +292,7 @@ def decode_message(raw: bytes) -> PgoutputMessage | None:
         return TruncateMessage(struct.unpack_from(f">{count}I", raw, 6))
     if kind in (b"Y", b"O", b"M"):
         return None
-    raise ValueError(f"pgoutput has no message {kind!r}")
+    raise ValueError(f"unknown pgoutput message {kind!r}")
 
 
 def _read_update(raw: bytes) -> UpdateMessage:
@@ -325,7 +320,7 @@ def _read_relation(raw: bytes) -> Relation:
         type_oid, _ = _COLUMN.unpack_from(raw, at)
         at += 8
         columns.append(RelationColumn(column, type_oid, is_key))
-    # An empty name stands for the schema of the system's own tables.
+    # An empty name is the schema pg_catalog.
     return Relation(number, schema or "pg_catalog", name, identity, tuple(columns))
 
 
@@ -341,7 +336,7 @@ def _read_values(raw: bytes, at: int) -> tuple[TupleValues, int]:
             at += 4
             value = raw[at : at + size]
             if len(value) != size:
-                raise ValueError("a row of pgoutput is cut off")
+                raise ValueError("truncated pgoutput row")
             found.append(value)
             at += size
         elif mark == 0x6E:  # n
@@ -349,7 +344,7 @@ def _read_values(raw: bytes, at: int) -> tuple[TupleValues, int]:
         elif mark == 0x75:  # u
             found.append(UNCHANGED)
         else:
-            raise ValueError(f"pgoutput has no value {mark:#x}")
+            raise ValueError(f"unknown pgoutput value kind {mark:#x}")
     return found, at
 
 
@@ -360,7 +355,7 @@ def _read_text(raw: bytes, at: int) -> tuple[str, int]:
 
 def _expect(raw: bytes, at: int, marks: bytes) -> None:
     if raw[at : at + 1] not in (marks[n : n + 1] for n in range(len(marks))):
-        raise ValueError(f"pgoutput has no {raw[at : at + 1]!r} here")
+        raise ValueError(f"unexpected {raw[at : at + 1]!r} in pgoutput message")
 
 
 KEY_BYTES_MAX: Final = 1024
@@ -368,14 +363,14 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class TableTarget(NamedTuple):
-    """A table that is followed: the collection it becomes, and the columns that make a document's key."""
+    """The collection of a table, and its key columns."""
 
     collection: str
     key: tuple[str, ...]
 
 
 class _KnownTable(NamedTuple):
-    """A table as the log describes it, made ready for its rows."""
+    """A table definition with the converters of its columns."""
 
     collection: str
     names: tuple[str, ...]
@@ -384,7 +379,7 @@ class _KnownTable(NamedTuple):
 
 
 class PostgresDecoder:
-    """Reads one session's messages, in order. Every session says again what its tables look like."""
+    """Decodes the messages of one session in order; each session repeats the table definitions."""
 
     def __init__(
         self,
@@ -394,15 +389,15 @@ class PostgresDecoder:
     ) -> None:
         self._tables = tables
         self._types = types
-        self._learn = learn  # looks at the types again
+        self._reload_types = learn  # loads the types again
         self._known: dict[int, _KnownTable | None] = {}
         self._begin: BeginMessage | None = None
         self._time = ""
         self._ordinal = 0
-        self.end = 0  # of the last commit that was read to its end
+        self.end = 0  # of the last complete commit
 
     def feed(self, raw: bytes) -> Sequence[SourceChange]:
-        """What one message says about documents."""
+        """The changes of one message."""
         message = decode_message(raw)
         if isinstance(message, InsertMessage):
             known = self._known[message.relation]
@@ -419,29 +414,29 @@ class PostgresDecoder:
         elif isinstance(message, CommitMessage):
             self._begin, self.end = None, message.end
         elif isinstance(message, Relation):
-            self._known[message.id] = self._described(message)
+            self._known[message.id] = self._describe(message)
         elif isinstance(message, TruncateMessage):
             return self._truncate(message)
         return ()
 
-    def _described(self, relation: Relation) -> _KnownTable | None:
+    def _describe(self, relation: Relation) -> _KnownTable | None:
         table = f"{relation.schema}.{relation.name}"
-        wanted = self._tables.get(table)
-        if wanted is None:
+        expected = self._tables.get(table)
+        if expected is None:
             return None
         names = tuple(column.name for column in relation.columns)
-        if not set(wanted.key) <= set(names):
+        if not set(expected.key) <= set(names):
             raise GapError(f"the key of {table} has changed")
-        places = tuple(names.index(column) for column in wanted.key)
-        if relation.identity != "f" and not all(relation.columns[place].is_key for place in places):
-            # What is deleted could not be told. It was different, or checked and changed since.
-            raise GapError(f"the log of {table} does not have the key of what was changed")
-        if self._learn is not None and any(
+        indexes = tuple(names.index(column) for column in expected.key)
+        if relation.identity != "f" and not all(relation.columns[index].is_key for index in indexes):
+            # Deletes could not be identified. The table was altered after it was checked.
+            raise GapError(f"the log of {table} does not have the key of changed rows")
+        if self._reload_types is not None and any(
             self._types.is_new(column.type_oid) for column in relation.columns
         ):
-            self._types = self._learn()
+            self._types = self._reload_types()
         converts = tuple(self._types.converter(column.type_oid) for column in relation.columns)
-        return _KnownTable(wanted.collection, names, converts, places)
+        return _KnownTable(expected.collection, names, converts, indexes)
 
     # -- changes ---------------------------------------------------------------------------------------
 
@@ -456,17 +451,17 @@ class PostgresDecoder:
         new, old = message.new, message.old
         unchanged: list[str] = []
         row: dict[str, Any] = {}
-        for place, value in enumerate(new):
+        for index, value in enumerate(new):
             if value is UNCHANGED and old is not None and message.whole:
-                value = old[place]
-            name = known.names[place]
+                value = old[index]
+            name = known.names[index]
             if value is None:
                 row[name] = None
             elif isinstance(value, UnchangedValue):
-                row[name] = None  # keeps its place among the fields
+                row[name] = None  # reserves its position among the fields
                 unchanged.append(name)
             else:
-                row[name] = known.converts[place](value.decode())
+                row[name] = known.converts[index](value.decode())
         key = _key(known, new, old)
         was = key if old is None else _key(known, old)
         if was == key:
@@ -504,33 +499,35 @@ class PostgresDecoder:
 
 def _key(known: _KnownTable, values: TupleValues, old: TupleValues | None = None) -> str:
     texts: list[str] = []
-    for place in known.key:
-        value = values[place]
+    for index in known.key:
+        value = values[index]
         if isinstance(value, UnchangedValue) and old is not None:
-            value = old[place]
+            value = old[index]
         if value is None or isinstance(value, UnchangedValue):
-            raise SourceError(f"a row of {known.collection} has no value for {known.names[place]}, its key")
+            raise SourceError(
+                f"a row of {known.collection} has no value for its key column {known.names[index]}"
+            )
         texts.append(value.decode())
     return document_key(texts)
 
 
 def document_key(texts: Sequence[str]) -> str:
-    """The key of a document: the column's text, or several of them, each percent-encoded."""
+    """The document key: the column's text, or several of them, percent-encoded."""
     key = texts[0] if len(texts) == 1 else ",".join(quote(text, safe="") for text in texts)
     if len(key.encode()) > KEY_BYTES_MAX:
-        raise SourceError(f"the key of a row has more than {KEY_BYTES_MAX} bytes: {key[:40]}...")
+        raise SourceError(f"the key of a row must not have more than {KEY_BYTES_MAX} bytes: {key[:40]}...")
     return key
 
 
 def document_row(
     names: Sequence[str], converts: Sequence[Converter], key: Iterable[int], texts: Sequence[str | None]
 ) -> tuple[str, bytes]:
-    """A row that was copied: the document's key and the document, as the log would give them."""
+    """Key and document of a copied row, in the same form as from the log."""
     found: list[str] = []
-    for place in key:
-        text = texts[place]
+    for index in key:
+        text = texts[index]
         if text is None:
-            raise SourceError(f"a row has no value for {names[place]}, its key")
+            raise SourceError(f"a row has no value for its key column {names[index]}")
         found.append(text)
     row = {
         name: None if text is None else convert(text)
@@ -540,8 +537,8 @@ def document_row(
 
 
 def format_instant_us(time_us: int) -> str:
-    moment = _EPOCH + timedelta(microseconds=time_us)
-    return f"{moment:%Y-%m-%dT%H:%M:%S.%f}Z"
+    instant = _EPOCH + timedelta(microseconds=time_us)
+    return f"{instant:%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
 def _decode_text(value: bytes | UnchangedValue) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/databases/{db}/sources`: what is followed outside, and how it is doing."""
+"""The routes `/v1/databases/{db}/sources`: list, create, change, remove and resync sources."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Json = dict[str, Any]
 
 
 class SourceRoutes:
-    """Below `/v1/databases/{db}/`, for whoever may manage the database."""
+    """Requires the right to manage the database."""
 
     def __init__(self, context: Context, sources: SourceManager) -> None:
         self._context = context
         self._sources = sources
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def asked(self, raw: bytes) -> tuple[str, str] | None:
-        """Database and what follows `sources`, if the path behind the prefix is one of ours."""
+    def match_path(self, raw: bytes) -> tuple[str, str] | None:
+        """The database and what follows `sources`, if the path matches."""
         path = stream_names.decode_name(raw)
         database, _, rest = ("", "", "") if path is None else path.partition("/")
         kind, _, name = rest.partition("/")
@@ -48,7 +48,7 @@ class SourceRoutes:
         if not rest:
             if not reading:
                 raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-            listed = [one.shown() for one in self._sources.listed(database)]
+            listed = [one.to_json() for one in self._sources.list_sources(database)]
             exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
             return
         if verb == "resync":
@@ -56,40 +56,40 @@ class SourceRoutes:
                 raise responses.method_not_allowed("POST, OPTIONS")
             self._spawn(exchange, self._resync(database, check_source_name(name)))
         elif verb:
-            raise TailraceError("not_found", "there is nothing at this path")
+            raise TailraceError("not_found", "path not found")
         elif reading:
             found = self._sources.find(database, check_source_name(name))
-            exchange.respond(200, _HEAD, orjson.dumps(found.shown()))
+            exchange.respond(200, _HEAD, orjson.dumps(found.to_json()))
         elif method == b"PUT":
-            given = document.load(exchange.body, BODY_BYTES)
-            if isinstance(stream := given.get("stream"), str):
+            body = document.load(exchange.body, BODY_BYTES)
+            if isinstance(stream := body.get("stream"), str):
                 authorise(identity, Action.READ_STREAM, stream=stream)
-            self._spawn(exchange, self._put(database, check_source_name(name), given))
+            self._spawn(exchange, self._put(database, check_source_name(name), body))
         elif method == b"DELETE":
             keep = parse_query(exchange.query).get("keepSlot") == "1"
             self._spawn(exchange, self._remove(database, check_source_name(name), keep))
         else:
             raise responses.method_not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
 
-    async def _put(self, database: str, name: str, given: Json) -> tuple[int, Json]:
-        source, is_new = await self._sources.put(database, name, given)
-        return 201 if is_new else 200, source.shown()
+    async def _put(self, database: str, name: str, body: Json) -> tuple[int, Json]:
+        source, is_new = await self._sources.put(database, name, body)
+        return 201 if is_new else 200, source.to_json()
 
     async def _remove(self, database: str, name: str, keep: bool) -> tuple[int, Json]:
         return 200, await self._sources.remove(database, name, keep_slot=keep)
 
     async def _resync(self, database: str, name: str) -> tuple[int, Json]:
-        return 202, (await self._sources.resync(database, name)).shown()
+        return 202, (await self._sources.resync(database, name)).to_json()
 
     def _spawn(self, exchange: Exchange, work: Coroutine[None, None, tuple[int, Json]]) -> None:
         async def run() -> None:
-            # Not cut off by the clock: what is half done about a source would have to be undone.
+            # Without a time-out: an interrupted change of a source would have to be undone.
             try:
-                status, body = await work
-            except TailraceError as refusal:
-                responses.respond_error(exchange, refusal)
+                status, result = await work
+            except TailraceError as error:
+                responses.respond_error(exchange, error)
             else:
-                exchange.respond(status, _HEAD, orjson.dumps(body))
+                exchange.respond(status, _HEAD, orjson.dumps(result))
 
         task = self._context.loop.create_task(run())
         self._tasks.add(task)

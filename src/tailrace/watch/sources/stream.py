@@ -1,14 +1,7 @@
 """The stream source: documents from `state-protocol` records of a stream in this or another worker.
 
-A stream with the profile `state-protocol` as a source: its records as changes of documents.
-
-The stream that a source reads, wherever it lives: in this log, or in that of another worker.
-
-A stream of this server as a source: its `state-protocol` records become documents.
-
-The stream keeps its own history, so copying it is reading it from its first entry. Documents that are not
-mentioned between the beginning and the end of a copy, or of a snapshot that the stream itself announces, are
-gone.
+The stream has its own history, so a copy reads it from its first entry. Documents that are not mentioned
+during a copy, or during a snapshot that the stream announces, are deleted.
 """
 
 from __future__ import annotations
@@ -29,33 +22,33 @@ from tailrace.watch.sources.postgres_decoder import dump_row, parse_json_value
 
 
 class StateRecord(NamedTuple):
-    """What one record says: about a row of a type, or about the stream."""
+    """One record: a row of a type, or a control of the stream."""
 
     control: str | None
     type: str = ""
     key: str = ""
-    data: bytes | None = None  # None: it was deleted
+    data: bytes | None = None  # None: deleted
     txn: str | None = None
     time: str | None = None
 
 
 def read_state_record(raw: bytes | memoryview) -> StateRecord | None:
-    """None for what is not of the protocol: it is older than the stream's profile."""
+    """Parse a record; None for entries from before the stream got the profile."""
     record = parse_json_value(bytes(raw).decode())
     if isinstance(record, str):
-        raise SourceError("a record is nested deeper than a document can be")
+        raise SourceError("a record is nested too deep for a document")
     headers = cast("dict[str, Any]", record).get("headers") if isinstance(record, dict) else None
     if not isinstance(headers, dict):
         return None
-    named, given = cast("dict[str, Any]", headers), cast("dict[str, Any]", record)
+    named, body = cast("dict[str, Any]", headers), cast("dict[str, Any]", record)
     if "control" in named:
         return StateRecord(str(named["control"]))
-    operation, entity, key = named.get("operation"), given.get("type"), given.get("key")
+    operation, entity, key = named.get("operation"), body.get("type"), body.get("key")
     if not isinstance(operation, str) or not isinstance(entity, str) or not isinstance(key, str):
         return None
     data: bytes | None = None
     if operation != "delete":
-        value = given.get("value")
+        value = body.get("value")
         data = dump_row(cast("dict[str, Any]", value) if isinstance(value, dict) else {"value": value})
     return StateRecord(None, entity, key, data, named.get("txid"), named.get("timestamp"))
 
@@ -67,7 +60,7 @@ class OriginEntry(NamedTuple):
 
 
 class OriginStream(Protocol):
-    """What it says of itself is true of now, or of the last page or news."""
+    """The stream that a source reads; of a remote stream, properties are as of the last response."""
 
     @property
     def incarnation(self) -> str: ...
@@ -79,34 +72,34 @@ class OriginStream(Protocol):
     def gone(self) -> bool: ...
     def offset(self, entry: int) -> str: ...
     async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]: ...
-    async def news(self) -> None:
-        """Returns when there may be more than before."""
+    async def wait_for_entries(self) -> None:
+        """Returns when there may be new entries."""
         ...
 
     def close(self) -> None: ...
 
 
-OpenRemoteOrigin = Callable[[str], Awaitable[OriginStream]]  # finds a stream that is not in this log
+OpenRemoteOrigin = Callable[[str], Awaitable[OriginStream]]  # opens a stream of another worker
 
 
 def find_origin_stream(log: Log, name: str) -> Stream:
-    """The stream, if it can be one that documents come from."""
+    """The stream, if it can be a source."""
     stream = log.find(name)
     if stream is None or stream.gone or stream.visible < 0:
-        raise SourceError(f"there is no stream {name!r}")
+        raise SourceError(f"stream {name!r} not found")
     profile = read_profile((stream.visible_documents or {}).get(PROFILE_DOCUMENT))
     if not isinstance(profile, StateProtocolProfile):
-        raise SourceError(f"the stream {name!r} has not the profile state-protocol")
+        raise SourceError(f"stream {name!r} must have the profile state-protocol")
     return stream
 
 
 class LocalOriginStream:
-    """One of this log. It is read like by any live reader until it is closed."""
+    """A stream of this log, followed until it is closed."""
 
     def __init__(self, log: Log, stream: Stream) -> None:
         self._log = log
         self._stream = stream
-        self._news = asyncio.Event()
+        self._published = asyncio.Event()
         self.incarnation = f"{stream.number}"
         self.offset = stream.offset
         stream.readers = [*(stream.readers or ()), self]
@@ -124,16 +117,16 @@ class LocalOriginStream:
         return self._stream.removed or self._stream.gone
 
     def on_published(self, stream: Stream) -> None:
-        self._news.set()
+        self._published.set()
 
     async def page(self, after: int, bytes_max: int, entries_max: int) -> list[OriginEntry]:
         page = await self._log.reader.read_labelled(self._stream, after, bytes_max, entries_max)
         assert page.labels is not None
         return [OriginEntry(*row) for row in zip(page.entries(), page.parts, page.labels.times, strict=True)]
 
-    async def news(self) -> None:
-        await self._news.wait()
-        self._news.clear()
+    async def wait_for_entries(self) -> None:
+        await self._published.wait()
+        self._published.clear()
 
     def close(self) -> None:
         others = [one for one in self._stream.readers or () if one is not self]
@@ -141,13 +134,13 @@ class LocalOriginStream:
 
 
 class StreamConnector(SourceRunner):
-    """Runs one source of the kind `stream`."""
+    """Runs one source of kind `stream`."""
 
-    def __init__(self, followed: SourceContext, elsewhere: OpenRemoteOrigin | None = None) -> None:
-        super().__init__(followed)
-        self._log = self._book.log
+    def __init__(self, context: SourceContext, open_remote: OpenRemoteOrigin | None = None) -> None:
+        super().__init__(context)
+        self._log = self._registry.log
         self._types = {one.table: one.collection for one in self._config.tables}
-        self._elsewhere = elsewhere
+        self._open_remote = open_remote
         self._mentioned: dict[str, SeenKeys] | None = None
 
     # -- a session -------------------------------------------------------------------------------------
@@ -162,8 +155,8 @@ class StreamConnector(SourceRunner):
 
     async def _open(self) -> OriginStream:
         name = self._config.stream
-        if self._elsewhere is not None and self._log.find(name) is None:
-            return await self._elsewhere(name)
+        if self._open_remote is not None and self._log.find(name) is None:
+            return await self._open_remote(name)
         return LocalOriginStream(self._log, find_origin_stream(self._log, name))
 
     async def _follow(self, origin: OriginStream) -> None:
@@ -171,13 +164,13 @@ class StreamConnector(SourceRunner):
         ingest.offset = origin.offset
         progress, incarnation = ingest.progress, origin.incarnation
         if progress.phase in ("live", "loading") and progress.system != incarnation:
-            raise GapError("it is another stream")
+            raise GapError("the stream was deleted and created again")
         if progress.phase == "stale" and not progress.rescan:
-            await self._hold(progress.reason)
+            await self._wait_for_operator(progress.reason)
         goal: int | None = None
         if progress.phase in ("new", "stale"):
             position = SourcePosition(origin.earliest, 0, -1)
-            known = progress.at(position).replaced(
+            known = progress.with_position(position).with_changes(
                 system=incarnation, reason=None, rescan=False, again=origin.earliest + 1
             )
             await self._states.begin_load(ingest, known)
@@ -197,20 +190,20 @@ class StreamConnector(SourceRunner):
                 self._status.lag_changes = origin.visible - at
                 at = await self._page(origin, ingest, at, goal)
                 continue
-            self._worked()
-            self._status.caught_up(True)
+            self._reset_backoff()
+            self._status.set_caught_up(True)
             if origin.gone:
-                raise SourceError(f"the stream {self._config.stream!r} was deleted")
-            await origin.news()
+                raise SourceError(f"stream {self._config.stream!r} was deleted")
+            await origin.wait_for_entries()
 
     async def _page(self, origin: OriginStream, ingest: SourceIngest, at: int, goal: int | None) -> int:
         if origin.earliest > at:
-            raise GapError("the stream does not reach back to where it was read")
+            raise GapError("the stream no longer has the entries after the position of the source")
         config = self._config
         changes: list[SourceChange] = []
         for seq, raw, time_ns in await origin.page(at, config.batch_bytes, config.batch_changes):
             if goal is not None and seq > goal:
-                break  # the copy ends before it
+                break  # after the end of the copy
             at = seq
             record = read_state_record(raw)
             if record is None:
@@ -235,7 +228,7 @@ class StreamConnector(SourceRunner):
         if self._mentioned is not None and record.data is not None:
             self._mentioned[collection].add([record.key])
         time = record.time or format_rfc3339(time_ns)
-        self._status.changed(time)
+        self._status.record_change(time)
         op = "delete" if record.data is None else "put"
         return SourceChange(seq, 0, record.txn, time, op, collection, record.key, record.data or b"")
 
@@ -244,7 +237,7 @@ class StreamConnector(SourceRunner):
     ) -> None:
         unfinished = control == "snapshot-end" and ingest.progress.again
         if seq <= ingest.progress.lsn and not unfinished:
-            return  # done before; it is read again for the keys behind it
+            return  # done before; read again for the keys after it
         if control == "reset":
             if not loading:
                 await self._states.reset(ingest)
@@ -255,14 +248,16 @@ class StreamConnector(SourceRunner):
             if not loading:
                 await self._states.end_load(ingest)
         elif loading:
-            return  # the copy is one snapshot itself
+            return  # the copy itself is a snapshot
         elif control == "snapshot-start":
             self._remember_mentioned()
-            await ingest.note(ingest.progress.replaced(lsn=seq, ordinal=0, index=-1, again=seq))
+            await ingest.commit_progress(
+                ingest.progress.with_changes(lsn=seq, ordinal=0, index=-1, again=seq)
+            )
         elif control == "snapshot-end" and self._mentioned is not None:
             await self._remove_others(ingest, seq)
 
-    # -- what was mentioned ----------------------------------------------------------------------------
+    # -- mentioned keys -------------------------------------------------------------------------------
 
     def _remember_mentioned(self) -> None:
         self._forget_mentioned()
@@ -275,8 +270,8 @@ class StreamConnector(SourceRunner):
 
     async def _remove_others(self, ingest: SourceIngest, seq: int) -> None:
         if self._mentioned is not None:
-            ingest.move_to(seq)
+            ingest.set_position(seq)
             for collection, seen in self._mentioned.items():
                 await self._remove_unseen(ingest, self._states.collections[collection], seen)
         self._forget_mentioned()
-        await ingest.note(ingest.progress.replaced(again=0))
+        await ingest.commit_progress(ingest.progress.with_changes(again=0))
