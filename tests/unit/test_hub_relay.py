@@ -49,7 +49,7 @@ def short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         taken.append(sent is not None)
         return sent
 
-    monkeypatch.setattr(decide, "relay", noted)
+    monkeypatch.setattr(decide, "relay_plain_send", noted)
     return taken
 
 
@@ -115,7 +115,7 @@ def outcome(world: World, frames: list[bytes]) -> tuple[Any, ...]:
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, frames: list[bytes], limits: Limits) -> None:
     short = outcome(World(limits=limits), frames)
-    for step in ("relay", "read_plain"):
+    for step in ("relay_plain_send", "parse_plain_send"):
         with monkeypatch.context() as only_long:
             only_long.setattr(decide, step, lambda *_: None)
             assert short == outcome(World(limits=limits), frames)

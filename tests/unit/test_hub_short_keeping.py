@@ -53,7 +53,7 @@ def short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         taken.append(kept is not None)
         return kept
 
-    monkeypatch.setattr(decide, "keep", noted)
+    monkeypatch.setattr(decide, "store_plain_send", noted)
     return taken
 
 
@@ -153,7 +153,7 @@ def test_both_ways_come_to_the_same(sent: list[dict[str, Any]], bound: dict[str,
     frames, limits = [compact(frame) for frame in sent], Limits(**bound)
     short = outcome(frames, limits, held=held)
     with pytest.MonkeyPatch.context() as only_long:
-        only_long.setattr(decide, "keep", lambda *_: None)
+        only_long.setattr(decide, "store_plain_send", lambda *_: None)
         assert short == outcome(frames, limits, held=held)
 
 

@@ -24,7 +24,7 @@ from tailrace.hub.addresses import AddressPattern
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
 from tailrace.hub.delivery_queues import BROADCAST, BROADCAST_STREAM, BroadcastEntry, Cursor
 from tailrace.hub.effects import Append, AppendOutcome, Defer
-from tailrace.hub.envelope import SharedEnvelope, encode_shared, new_id
+from tailrace.hub.envelope import SharedEnvelope, new_id
 from tailrace.hub.errors import HubError, to_hub_error
 from tailrace.hub.flow_control import FULL, SENT, SLOW, WAITING, Recipient, send_to_many
 from tailrace.hub.registry import REGISTRY_STREAM, Registration, RegistryQuery
@@ -168,15 +168,7 @@ class ActiveBroadcast:
         self._query = query
         self._copy = copy
         self._seen = seen
-        self._frame: SharedEnvelope = encode_shared(
-            from_=copy.sender,
-            type=copy.type,
-            payload=copy.payload,
-            timestamp=copy.timestamp,
-            correlation_id=copy.correlation_id,
-            metadata=copy.metadata + b"}",
-            ttl=copy.ttl,
-        )
+        self._frame: SharedEnvelope = copy.shared()
         boxes = hub.mailboxes.boxes
         self._stored = {one.path for one in recipients if one.options.durable or one.path in boxes}
         self.place = 0  # of the next recipient
@@ -210,7 +202,7 @@ class ActiveBroadcast:
             streams.offset(REGISTRY_STREAM, streams.tail(REGISTRY_STREAM) or 0),
         )
         body = msgspec.json.encode(entry)
-        hub.append(Append(BROADCAST_STREAM, body, self._kept, key=self._copy.sender.encode()))
+        hub.append(Append(BROADCAST_STREAM, body, self._kept, key=self._copy.sender.address.encode()))
 
     def _kept(self, settled: AppendOutcome, now_ms: int) -> None:
         hub = self._hub
@@ -356,7 +348,7 @@ def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
     own = b'"broadcast":true,"via":%b,"hubSeq":%d' % (hub.via, hub.next_seq(now_ms))
     copy = OutgoingMessage(
         new_id(now_ms),
-        f"@({request.sender})",
+        request.sender,
         "",
         kind,
         data,

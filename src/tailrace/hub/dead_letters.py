@@ -79,7 +79,7 @@ class DeadLetters:
         letter = DeadLetter(
             f"dl-{new_id(now_ms)}",
             reason,
-            copy.sender,
+            copy.sender.address,
             copy.to,
             Raw(copy.frame()),
             stream,
@@ -91,8 +91,8 @@ class DeadLetters:
             trace,
             cursor,
         )
-        if accepted_ms is None and then is None and not self._within_rate(copy.sender, now_ms):
-            key = (reason, copy.sender, copy.to)
+        if accepted_ms is None and then is None and not self._within_rate(copy.sender.address, now_ms):
+            key = (reason, copy.sender.address, copy.to)
             known = self._merged.get(key)
             if known is not None:
                 known.count += 1
@@ -124,7 +124,7 @@ class DeadLetters:
         waiting, session.waiting = session.waiting, None
         for frame in waiting or ():
             copy = outgoing_from_envelope(parse_envelope(frame, WAITING_BYTES_MAX))
-            if copy.sender != self._hub.options.address:
+            if copy.sender.address != self._hub.options.address:
                 self.write("resume_expired", copy, now_ms)
         session.detached_bytes = 0
 

@@ -31,6 +31,7 @@ from tailrace.hub.fast_path import (
 )
 from tailrace.hub.flow_control import in_token_grace
 from tailrace.hub.requests import HubRequest
+from tailrace.hub.sender import stamp_sender
 from tailrace.hub.session import CONNECTED, CONNECTING, Session
 from tailrace.hub.session_lifecycle import check_signature
 from tailrace.hub.state import Hub
@@ -270,7 +271,7 @@ def _handle(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         return
     if kind == "hub:connect":
         raise HubError("invalid_request", "the session is connected", {"field": "type"})
-    request.sender = hub.sender_of(session, envelope.from_)
+    request.sender = stamp_sender(hub, session, envelope.from_)
     handler = HANDLERS.get(kind)
     if handler is None or (session.answer is not None and kind not in TYPES_BY_HTTP):
         raise HubError("unknown_type", f"there is no message of type {kind[:128]!r} here")

@@ -30,6 +30,7 @@ from tailrace.hub.errors import HubError, to_hub_error
 from tailrace.hub.pending_requests import PendingRequest
 from tailrace.hub.requests import HubRequest, OutgoingMessage
 from tailrace.hub.send import SendCommand
+from tailrace.hub.sender import Sender, may_send_as, unverified_sender
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:
@@ -111,24 +112,27 @@ _DEEP_BYTES: Final = (DEPTH_MAX - 1) * len(b'{"":}')
 class Route(msgspec.Struct, eq=False, gc=False):
     """What all copies from one address to another have in common."""
 
-    sender: str  # path
+    sender: Sender  # as claimed, until may_send_plain has checked it
     target: str
     head: bytes  # from after the id up to the type
     own: bytes  # the hub's own metadata up to the original id
 
 
 @lru_cache(ROUTE_CACHE_MAX)
-def route_between(via: bytes, sender: str, to: str) -> Route | None:
-    """None if there is no such address. Whether the sender is who it says is not looked at here."""
-    try:
-        path, target = sender[2:-1].encode("ascii"), parse_address(to)
-    except (HubError, UnicodeEncodeError):
+def route_between(via: bytes, claimed: str, to: str) -> Route | None:
+    """None if `to` is not an address. The claimed sender is checked per message, by `may_send_plain`."""
+    if not claimed.isascii():
         return None
+    try:
+        target = parse_address(to)
+    except HubError:
+        return None
+    sender = unverified_sender(claimed)
     return Route(
-        sender[2:-1],
+        sender,
         target,
-        b'","from":"@(%b)","to":"%b","type":"' % (path, to.encode()),
-        b'"forwarded":true,"via":%b,"originalFrom":"@(%b)","originalMessageId":"' % (via, path),
+        b'",%b,"to":"%b","type":"' % (sender.from_member, to.encode()),
+        b'"forwarded":true,"via":%b,%b,"originalMessageId":"' % (via, sender.original_from_member),
     )
 
 
@@ -210,7 +214,7 @@ def _is_valid_text(frame: bytes, data: int) -> bool:
 def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
     """Whether there is nothing about the sender or the rules that has to be looked at closer."""
     actor = session.actor
-    if route.sender != actor.path and route.sender not in session.addresses:
+    if not may_send_as(session, route.sender.path):
         return False
     if session.expires_ms is not None and now_ms >= session.expires_ms:
         return False
@@ -255,18 +259,18 @@ class _StoreFragments(msgspec.Struct, frozen=True, gc=False):
 
 
 @lru_cache(ROUTE_CACHE_MAX)
-def _store_fragments(via: bytes, sender: str, target: str) -> _StoreFragments:
+def _store_fragments(hub_sender: Sender, sender: Sender, target: str) -> _StoreFragments:
     """Addresses are ASCII without anything to escape."""
     stream = mailbox_stream(target)
     name = stream.encode()
     return _StoreFragments(
         stream,
-        b"@(%b)" % sender.encode(),
-        b'","from":%b,"to":"@(%b)","type":"hub:delivery_ack","payload":{"messageId":"'
-        % (via, sender.encode()),
+        sender.address.encode(),
+        b'",%b,"to":%b,"type":"hub:delivery_ack","payload":{"messageId":"'
+        % (hub_sender.from_member, sender.quoted),
         b',"status":"accepted","level":"accepted","stream":"%b","offset":"' % name,
-        b'","parent":null,"correlationId":null,"traceId":null,"from":"@(%b)","to":"@(%b)",'
-        b'"kind":"send","topic":null,"type":"' % (sender.encode(), target.encode()),
+        b'","parent":null,"correlationId":null,"traceId":null,%b,"to":"@(%b)",'
+        b'"kind":"send","topic":null,"type":"' % (sender.from_member, target.encode()),
         b',"stream":"%b","offset":"' % name,
     )
 
@@ -373,7 +377,7 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
         plain, route = self.plain, self.route
         return OutgoingMessage(
             self.copy_id,
-            f"@({route.sender})",
+            route.sender,
             f"@({route.target})",
             plain.payload.type,
             plain.payload.data,
@@ -422,11 +426,19 @@ def store_plain_send(
     if asks:
         deadline_ms = now_ms + hub.limits.hub_ask_ms
         ask = PendingRequest(
-            identifier, session, route.sender, route.target, deadline_ms, ["accepted"], False, b"{}", copy_id
+            identifier,
+            session,
+            route.sender.path,
+            route.target,
+            deadline_ms,
+            ["accepted"],
+            False,
+            b"{}",
+            copy_id,
         )
         ask.seen = (known, seen)
         hub.asks.begin(ask)
-    texts = _store_fragments(hub.via, route.sender, route.target)
+    texts = _store_fragments(hub.sender, route.sender, route.target)
     kept = _PendingStore(
         hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask
     )

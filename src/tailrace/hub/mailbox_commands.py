@@ -42,7 +42,7 @@ ENTRIES_MAX: Final = 1000  # that one commit names
 def authorised_path(hub: Hub, session: Session, request: HubRequest, action: str, now_ms: int) -> str:
     """The address a mailbox command is about: the caller's own, or any for an administrator."""
     text = request.payload.text("actorAddress")
-    path = request.sender if text is None else parse_address(text)
+    path = request.sender.path if text is None else parse_address(text)
     if path in session.addresses or (
         session.actor.has("mailbox") and hub.policy.may_register(session.actor, path)
     ):

@@ -257,7 +257,9 @@ class Mailboxes:
                 outcome(settled, handed)
             self.let_go(box)
 
-        hub.append(Append(feed.stream, copy.frame(), then, key=copy.sender.encode(), producer=producer))
+        hub.append(
+            Append(feed.stream, copy.frame(), then, key=copy.sender.address.encode(), producer=producer)
+        )
 
     def arrived(self, box: DeliveryQueue, feed: Feed, entry: int, copy: OutgoingMessage, now_ms: int) -> bool:
         """An entry is durable: handed over at once if everything before it was, and whether it was."""

@@ -16,9 +16,10 @@ from msgspec import Raw
 
 from tailrace.hub import requests
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
-from tailrace.hub.envelope import encode_envelope, new_id
+from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.requests import OutgoingMessage
+from tailrace.hub.sender import Sender, stamp_reply
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class PendingRequests:
         ask = PendingRequest(
             msgspec.json.decode(original, type=str),
             None,
-            copy.sender[2:-1],
+            copy.sender.path,
             recipient,
             int(bytes(by)),
             [],
@@ -298,15 +299,8 @@ class PendingRequests:
             self._end(ask)
 
     def _frame(self, ask: PendingRequest, kind: str, payload: bytes, now_ms: int) -> bytes:
-        return encode_envelope(
-            id=new_id(now_ms),
-            from_=self._hub.options.address,
-            to=f"@({ask.asker_path})",
-            type=kind,
-            payload=payload,
-            timestamp=now_ms,
-            correlation_id=ask.request_id,
-            metadata=ask.trace,
+        return self._hub.encode(
+            f"@({ask.asker_path})", kind, payload, now_ms, correlation_id=ask.request_id, metadata=ask.trace
         )
 
     def _error_frame(self, ask: PendingRequest, error: HubError, now_ms: int) -> bytes:
@@ -332,8 +326,8 @@ class PendingRequests:
         correlation = request.envelope.correlation_id
         if correlation is None:
             raise field_error("correlationId", "a reply names the request it answers")
-        ask = self._asked(session, correlation)
-        if ask is None:
+        ask, sender = self._asked(session, correlation)
+        if ask is None or sender is None:
             self._too_late(session, request, correlation, now_ms)
             raise HubError("unknown_correlation", "no open request of this id was delivered here")
         final = request.payload.truth("final") is not False
@@ -353,12 +347,11 @@ class PendingRequests:
         body["final"] = final
         metadata = requests.append_metadata(
             requests.forwarded_metadata(request),
-            b'"via":%b,"originalMessageId":%b'
-            % (msgspec.json.encode(self._hub.options.address), msgspec.json.encode(ask.request_id)),
+            b'"via":%b,"originalMessageId":%b' % (self._hub.via, msgspec.json.encode(ask.request_id)),
         )
         copy = OutgoingMessage(
             new_id(now_ms),
-            f"@({ask.recipient})",
+            sender,
             f"@({ask.asker_path})",
             "hub:reply",
             msgspec.json.encode(body),
@@ -370,14 +363,15 @@ class PendingRequests:
         self._hub.trace.note("replied", copy, now_ms, kind="reply", stream=ask.stream, offset=ask.offset)
         self._send_reply(ask, copy, final=final, now_ms=now_ms)
 
-    def _asked(self, session: Session, correlation: str) -> PendingRequest | None:
+    def _asked(self, session: Session, correlation: str) -> tuple[PendingRequest, Sender] | tuple[None, None]:
+        """The request that a session may reply to, and as whom."""
         found = self._by_copy.get(correlation)
         candidates = [found] if found is not None else list(self._by_request.get(correlation, {}).values())
         for ask in candidates:
-            owns = ask.recipient in session.addresses or ask.recipient_session is session
-            if ask.expects_reply and owns:
-                return ask
-        return None
+            sender = stamp_reply(session, ask.recipient, ask.recipient_session)
+            if ask.expects_reply and sender is not None:
+                return ask, sender
+        return None, None
 
     def _send_reply(self, ask: PendingRequest, copy: OutgoingMessage, *, final: bool, now_ms: int) -> None:
         hub = self._hub
@@ -402,12 +396,13 @@ class PendingRequests:
 
     def _too_late(self, session: Session, request: HubRequest, correlation: str, now_ms: int) -> None:
         closed = self._closed.get(correlation)
-        if closed is None or closed[2] not in session.addresses:
+        sender = None if closed is None else stamp_reply(session, closed[2], None)
+        if closed is None or sender is None:
             return
-        asker, request_id, recipient = closed
+        asker, request_id, _ = closed
         copy = OutgoingMessage(
             new_id(now_ms),
-            f"@({recipient})",
+            sender,
             f"@({asker})",
             "hub:reply",
             bytes(request.envelope.payload),

@@ -34,6 +34,7 @@ from tailrace.hub.registry import (
     to_record,
 )
 from tailrace.hub.requests import HubRequest
+from tailrace.hub.sender import rename_session
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _apply_registration(
     hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     session.addresses[path] = found
     if hub.dev:
-        hub.rename(session, path)
+        rename_session(hub, session, path)
     hub.audit(session, "register", found.address, "ok", now_ms)
     _send_registered(hub, session, request, found, now_ms)
     hub.presence.tell("updated" if known else "joined", found, settled.offset, now_ms)
@@ -280,7 +281,7 @@ def extend_registration(hub: Hub, found: Registration, now_ms: int) -> None:
 
 def unregister(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     text = request.payload.text("actorAddress")
-    path = request.sender if text is None else parse_address(text)
+    path = request.sender.path if text is None else parse_address(text)
     found = session.addresses.get(path)
     delete_mailbox = request.payload.truth("deleteMailbox") is True
     if found is None and session.actor.admin and not hub.dev:

@@ -17,7 +17,7 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from tailrace.hub.addresses import AddressPattern
-from tailrace.hub.envelope import encode_envelope, new_id
+from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.flow_control import SENT, WAITING
 from tailrace.hub.session import Session
@@ -379,14 +379,7 @@ class PresenceWatches:
 
     def _offer(self, watch: PresenceWatch, payload: dict[str, Any], now_ms: int) -> bool:
         hub, session = self._hub, watch.session
-        frame = encode_envelope(
-            id=new_id(now_ms),
-            from_=hub.options.address,
-            to=f"@({session.path})",
-            type="hub:presence",
-            payload=msgspec.json.encode(payload),
-            timestamp=now_ms,
-        )
+        frame = hub.encode(f"@({session.path})", "hub:presence", msgspec.json.encode(payload), now_ms)
         return hub.flow.offer(session, frame, now_ms) in (SENT, WAITING)
 
     def tick(self, now_ms: int) -> None:

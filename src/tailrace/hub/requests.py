@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
-from tailrace.hub.envelope import Envelope, encode_envelope, parse_members
+from tailrace.hub.envelope import Envelope, SharedEnvelope, parse_members
 from tailrace.hub.errors import field_error
+from tailrace.hub.sender import NO_SENDER, Sender, encode_message, encode_shared_message, stored_sender
 
 if TYPE_CHECKING:
     from tailrace.hub.send import SendCommand
@@ -126,7 +127,7 @@ class HubRequest:
         if wanted is None:
             self.payload = Fields(parse_members(envelope.payload))
             self.metadata = Fields(parse_members(envelope.metadata))
-        self.sender = ""  # verified; decided once
+        self.sender: Sender = NO_SENDER  # set by stamp_sender
         self.verified = False  # by its signature
 
     @property
@@ -168,7 +169,7 @@ class OutgoingMessage(msgspec.Struct, eq=False, gc=False):
     """An envelope for one recipient. `metadata` has no closing brace yet: more may follow."""
 
     id: str
-    sender: str
+    sender: Sender
     to: str
     type: str
     payload: bytes | Raw
@@ -180,18 +181,11 @@ class OutgoingMessage(msgspec.Struct, eq=False, gc=False):
 
     def frame(self, more: bytes = b"") -> bytes:
         """As bytes; `more` are further members of the metadata, each with a leading comma."""
-        return encode_envelope(
-            id=self.id,
-            from_=self.sender,
-            to=self.to,
-            type=self.type,
-            payload=self.payload,
-            timestamp=self.timestamp,
-            pattern=self.pattern,
-            correlation_id=self.correlation_id,
-            metadata=self.metadata + more + b"}",
-            ttl=self.ttl,
-        )
+        return encode_message(self, more)
+
+    def shared(self) -> SharedEnvelope:
+        """Everything but `id` and `to`, encoded once for many recipients."""
+        return encode_shared_message(self)
 
     def is_expired(self, now_ms: int) -> bool:
         return self.ttl is not None and self.timestamp + self.ttl < now_ms
@@ -227,7 +221,7 @@ def outgoing_from_envelope(envelope: Envelope) -> OutgoingMessage:
     metadata = bytes(envelope.metadata).strip()
     return OutgoingMessage(
         envelope.id,
-        envelope.from_ or "",
+        stored_sender(envelope.from_ or ""),
         envelope.to or "",
         envelope.type,
         envelope.payload,

@@ -18,7 +18,7 @@ from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
 from tailrace.hub.dead_letters import DEAD_LETTERS_STREAM as LETTERS
 from tailrace.hub.delivery_queues import BROADCAST_STREAM, Cursor, CursorRecord, decode_broadcast
 from tailrace.hub.delivery_queues import CURSORS_STREAM as CURSORS
-from tailrace.hub.envelope import encode_envelope, new_id, parse_envelope
+from tailrace.hub.envelope import parse_envelope
 from tailrace.hub.mailboxes import STORED_BYTES_MAX
 from tailrace.hub.registration import parse_registry_event
 from tailrace.hub.registry import REGISTRY_STREAM, Registration
@@ -125,7 +125,7 @@ class HubRestore:
         request_id = copy.correlation_id if original is None else msgspec.json.decode(original, type=str)
         if request_id is None or copy.type == "hub:reply":
             return
-        sender = copy.sender[2:-1]
+        sender = copy.sender.path
         known = hub.registry.by_path.get(sender)
         seen = hub.seen_of(sender if known is None else known.owner)
         at_ms = time_ns // 1_000_000
@@ -165,15 +165,8 @@ class HubRestore:
             kind = "hub:delivery_ack"
             payload = {"messageId": request_id, "deliveredAt": at_ms, "status": "accepted"}
             payload |= {"level": "accepted", "stream": stream, "offset": offset, "duplicate": True}
-        return encode_envelope(
-            id=new_id(at_ms),
-            from_=self._hub.options.address,
-            to=copy.sender,
-            type=kind,
-            payload=msgspec.json.encode(payload),
-            timestamp=at_ms,
-            correlation_id=request_id,
-        )
+        body = msgspec.json.encode(payload)
+        return self._hub.encode(copy.sender.address, kind, body, at_ms, correlation_id=request_id)
 
     def finish(self, now_ms: int) -> None:
         """Nobody is online yet: every registration has one whole TTL to be taken back."""

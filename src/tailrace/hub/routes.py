@@ -31,11 +31,11 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import decide, session_lifecycle
-from tailrace.hub.addresses import parse_address
 from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError
 from tailrace.hub.policy import principal_from_identity
 from tailrace.hub.runner import EffectRunner
+from tailrace.hub.sender import identity_path
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.routing import responses
 from tailrace.routing.client_address import client_network, load_trusted_proxies
@@ -352,11 +352,9 @@ class HubRoutes:
     def _passing(self, exchange: Exchange, identity: Identity, now_ms: int) -> Session:
         """Who sends one message and is gone."""
         session = Session(f"http-{new_id(now_ms)}", now_ms)
-        path = identity.actor_id
-        if identity.anonymous:
-            path = _claimed_sender(exchange.body) or "anonymous/http"
+        verified, head = (None, _head(exchange.body)) if identity.anonymous else (identity, None)
         try:
-            path = parse_address(f"@({path})")
+            path = identity_path(verified, None if head is None else head.from_, "anonymous/http")
         except HubError:
             raise TailraceError("forbidden", "actorId or sub of the token is no address") from None
         session.identity, session.actor = identity, principal_from_identity(identity, path)
@@ -381,16 +379,6 @@ def _head(body: bytes) -> _RequestHead | None:
     try:
         return msgspec.json.decode(body, type=_RequestHead)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _claimed_sender(body: bytes) -> str | None:
-    head = _head(body)
-    if head is None or head.from_ is None:
-        return None
-    try:
-        return parse_address(head.from_)
-    except HubError:
         return None
 
 

@@ -136,7 +136,7 @@ def _read_producer(request: HubRequest) -> tuple[str, int, int] | None:
         raise field_error("producer", f"a producer has an id of 1 to {PRODUCER_BYTES_MAX} bytes")
     if epoch is None or seq is None or not 0 <= epoch < 2**53 or not 0 <= seq < 2**53:
         raise field_error("producer", "epoch and seq of a producer are numbers from 0")
-    return f"@({request.sender}) {name}", epoch, seq
+    return f"{request.sender.address} {name}", epoch, seq
 
 
 def check_duplicate(
@@ -166,7 +166,7 @@ def check_duplicate(
     for answer in found.answers if _wants_answer(request) else ():
         hub.control(session, answer)
     if not found.finished:
-        if not hub.asks.adopt(request.id, request.sender, session):
+        if not hub.asks.adopt(request.id, request.sender.path, session):
             known.join(found, session)
     elif not found.answers and session.answer is not None:
         session.answer(b"")
@@ -214,7 +214,7 @@ def _make_pending_request(
     return PendingRequest(
         request.id,
         session,
-        request.sender,
+        request.sender.path,
         wanted.target,
         deadline,
         list(wanted.levels),
@@ -227,10 +227,10 @@ def _make_pending_request(
 def _make_outgoing(
     hub: Hub, request: HubRequest, wanted: SendCommand, ask: PendingRequest | None, now_ms: int
 ) -> OutgoingMessage:
-    sender = f"@({request.sender})"
-    own = b'"forwarded":true,"via":%b,"originalFrom":"%b","originalMessageId":%b' % (
+    sender = request.sender
+    own = b'"forwarded":true,"via":%b,%b,"originalMessageId":%b' % (
         hub.via,
-        sender.encode(),
+        sender.original_from_member,
         msgspec.json.encode(request.id),
     )
     if wanted.expects_reply and ask is not None:

@@ -17,11 +17,11 @@ import msgspec
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.hub import registration
-from tailrace.hub.addresses import parse_address
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.flow_control import in_token_grace
 from tailrace.hub.policy import principal_from_identity, read_claims
 from tailrace.hub.requests import HubRequest
+from tailrace.hub.sender import identity_path, stamp_sender
 from tailrace.hub.session import (
     CONNECTED,
     CONNECTING,
@@ -116,7 +116,7 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
     session.upgrade_token = None
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
     session.state = CONNECTED
-    request.sender = path
+    request.sender = stamp_sender(hub, session, None)
     _close_oldest_sessions(hub, session, now_ms)
     hub.sessions[session.id] = session
     hub.add_identity(session)
@@ -189,14 +189,9 @@ def _verify_token(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
 
 
 def _identity_path(hub: Hub, session: Session, request: HubRequest, identity: Identity) -> str:
-    if hub.dev:
-        # Whoever cannot say a proper name is given one.
-        try:
-            return parse_address(request.envelope.from_ or "")
-        except HubError:
-            return f"anonymous/{session.id}"
+    verified = None if hub.dev else identity
     try:
-        return parse_address(f"@({identity.actor_id})")
+        return identity_path(verified, request.envelope.from_, f"anonymous/{session.id}")
     except HubError:
         details = {"action": "connect", "reason": "the token names no address"}
         raise HubError("unauthorized", "actorId or sub of the token is no address", details) from None

@@ -19,13 +19,14 @@ from tailrace.hub.broadcast import BroadcastBatching
 from tailrace.hub.dead_letters import DeadLetters, RejectedMessages
 from tailrace.hub.deduplication import SeenMemory, SeenMessages
 from tailrace.hub.effects import Append, AppendOutcome, Close, Effect, Send
-from tailrace.hub.envelope import HUB_ADDRESS, encode_envelope, new_id
+from tailrace.hub.envelope import HUB_ADDRESS, new_id
 from tailrace.hub.errors import DeniedError, HubError, encode_error
 from tailrace.hub.flow_control import FlowControl
 from tailrace.hub.mailboxes import Mailboxes
 from tailrace.hub.pending_requests import PendingRequests
 from tailrace.hub.policy import Policy, RateLimiter
 from tailrace.hub.registry import PresenceWatches, Registry
+from tailrace.hub.sender import encode_hub_message, hub_sender
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import SignatureKey
 from tailrace.hub.sweep import HubSweep
@@ -97,7 +98,8 @@ class Hub:
         self.unwritten = False  # something is written in batches, and somebody has to see to it
         self.counts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._seq = 0
-        self.via = msgspec.json.encode(options.address)
+        self.sender = hub_sender(options.address)
+        self.via = self.sender.quoted
         self.connecting: set[Session] = set()
         self.ready: deque[Session] = deque()  # whose frames had to wait, and need not any more
         self._seen: dict[str, SeenMessages] = {}
@@ -129,7 +131,22 @@ class Hub:
     def count(self, name: str, label: str = "") -> None:
         self.counts[(name, label)] += 1
 
-    # -- speaking --------------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        to: str,
+        kind: str,
+        payload: bytes,
+        now_ms: int,
+        *,
+        correlation_id: str | None = None,
+        metadata: bytes = b"{}",
+    ) -> bytes:
+        """A message of the hub itself."""
+        return encode_hub_message(
+            self.sender, to, kind, payload, now_ms, new_id(now_ms), correlation_id, metadata
+        )
 
     def control(self, session: Session, frame: bytes) -> None:
         """Replies, errors and notices: never dropped, but whoever lets too many lie is sent away."""
@@ -180,13 +197,11 @@ class Hub:
         metadata: bytes | None = None,
     ) -> bytes:
         """The answer to a request, correlated; also given back, since it may be asked for again."""
-        frame = encode_envelope(
-            id=new_id(now_ms),
-            from_=self.options.address,
-            to=f"@({request.sender or session.path or 'anonymous'})",
-            type=kind,
-            payload=payload if isinstance(payload, bytes) else msgspec.json.encode(payload),
-            timestamp=now_ms,
+        frame = self.encode(
+            f"@({request.sender.path or session.path or 'anonymous'})",
+            kind,
+            payload if isinstance(payload, bytes) else msgspec.json.encode(payload),
+            now_ms,
             correlation_id=request.id,
             metadata=requests.trace_metadata(request) if metadata is None else metadata,
         )
@@ -195,17 +210,8 @@ class Hub:
 
     def notice(self, session: Session, kind: str, payload: dict[str, Any], now_ms: int) -> None:
         """Something that nobody asked for in particular."""
-        self.control(
-            session,
-            encode_envelope(
-                id=new_id(now_ms),
-                from_=self.options.address,
-                to=f"@({session.path or 'anonymous'})",
-                type=kind,
-                payload=msgspec.json.encode(payload),
-                timestamp=now_ms,
-            ),
-        )
+        to = f"@({session.path or 'anonymous'})"
+        self.control(session, self.encode(to, kind, msgspec.json.encode(payload), now_ms))
 
     def refuse(
         self,
@@ -235,16 +241,7 @@ class Hub:
         """An error for this address, counted."""
         self.count("errors", error.code)
         kind, payload = encode_error(error)
-        return encode_envelope(
-            id=new_id(now_ms),
-            from_=self.options.address,
-            to=f"@({path})",
-            type=kind,
-            payload=payload,
-            timestamp=now_ms,
-            correlation_id=request_id,
-            metadata=trace,
-        )
+        return self.encode(f"@({path})", kind, payload, now_ms, correlation_id=request_id, metadata=trace)
 
     def refuse_request(self, session: Session, request: HubRequest, error: HubError, now_ms: int) -> bytes:
         return self.refuse(
@@ -302,24 +299,6 @@ class Hub:
         held = self.by_identity.get(session.path)
         if held is not None and held.pop(session, held) is None and not held:
             del self.by_identity[session.path]
-
-    def rename(self, session: Session, path: str) -> None:
-        """Another identity for a session, which only a server without authentication allows."""
-        assert self.dev
-        self.remove_identity(session)
-        session.actor = msgspec.structs.replace(session.actor, path=path)
-        self.add_identity(session)
-
-    def sender_of(self, session: Session, claimed: str | None) -> str:
-        """The path that a frame of this session is from: never more than what was verified."""
-        if claimed is not None:
-            path = claimed[2:-1]
-            if path == session.path:
-                return path
-            if path in session.addresses:
-                return path
-            self.count("from_rewritten")
-        return session.path
 
     def denied(self, session: Session, action: str, reason: str, obj: str, now_ms: int) -> DeniedError:
         """A refusal by the rules; failed attempts are audited."""

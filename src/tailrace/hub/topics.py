@@ -20,7 +20,7 @@ from tailrace.hub.addresses import TopicFilter, TopicTrie, durable_topic_error, 
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
 from tailrace.hub.delivery_queues import TOPIC, Cursor, DeliveryQueue, GroupMember, group_queue_path
 from tailrace.hub.effects import Append, AppendOutcome, Read, ReadResult
-from tailrace.hub.envelope import SharedEnvelope, encode_shared, new_id
+from tailrace.hub.envelope import SharedEnvelope, new_id
 from tailrace.hub.errors import HubError, field_error, to_hub_error
 from tailrace.hub.flow_control import FULL, SENT, SLOW, WAITING, Recipient, send_to_many
 from tailrace.hub.pending_requests import REQUEST_TTL_MS_MAX, PendingRequest
@@ -174,7 +174,7 @@ class Topics:
             raise hub.denied(session, "subscribe", "denied by policy", text, now_ms)
         for known in session.subscriptions.values():
             same = (known.filter.text, known.group, known.name) == (text, group, name)
-            if same and known.durable == durable and known.owner == request.sender:
+            if same and known.durable == durable and known.owner == request.sender.path:
                 self._subscribed(session, request, known, None, now_ms)
                 return
         if len(session.subscriptions) >= hub.limits.hub_session_subscriptions:
@@ -184,7 +184,7 @@ class Topics:
             self._subscribe_durable(session, request, wanted, name, group, now_ms)
             return
         subscription = TopicSubscription(
-            f"sub-{new_id(now_ms)}", request.sender, wanted, name, group, session=session
+            f"sub-{new_id(now_ms)}", request.sender.path, wanted, name, group, session=session
         )
         session.subscriptions[subscription.id] = subscription
         if group is None:
@@ -220,7 +220,7 @@ class Topics:
     ) -> None:
         """One of an actor is its own; one of a group is everybody's who takes part in it."""
         hub = self._hub
-        owner = request.sender if group is None else group_queue_path(group, wanted.text)
+        owner = request.sender.path if group is None else group_queue_path(group, wanted.text)
         key = (owner, wanted.text if group is not None else name or wanted.text)
         known = self._durable.get(owner, {}).get(key[1])
         if known is not None and known.filter.text != wanted.text:
@@ -231,7 +231,7 @@ class Topics:
                 hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
                 return
             there = self._durable[owner][key[1]]
-            mine = self._entered(session, request.sender, there, now_ms)
+            mine = self._entered(session, request.sender.path, there, now_ms)
             self._subscribed(session, request, mine, self._position(there), now_ms)
 
         if known is not None:
@@ -531,15 +531,7 @@ class Publication:
     def _shared(self) -> SharedEnvelope:
         if self._frame is None:
             copy = self._copy
-            self._frame = encode_shared(
-                from_=copy.sender,
-                type=copy.type,
-                payload=copy.payload,
-                timestamp=copy.timestamp,
-                correlation_id=copy.correlation_id,
-                metadata=copy.metadata + b"}",
-                ttl=copy.ttl,
-            )
+            self._frame = copy.shared()
         return self._frame
 
     def _offer(self, session: Session, frame: bytes, to: str, now_ms: int) -> str:
@@ -580,7 +572,7 @@ class Publication:
         return PendingRequest(
             request.id,
             self._session,
-            request.sender,
+            request.sender.path,
             recipient,
             now_ms + min(ttl_ms, REQUEST_TTL_MS_MAX),
             [],
@@ -645,7 +637,7 @@ def publish(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         own += b',"hubSeq":%d' % hub.next_seq(now_ms)
     copy = OutgoingMessage(
         new_id(now_ms),
-        f"@({request.sender})",
+        request.sender,
         hub.options.address,
         kind,
         data,
@@ -675,7 +667,7 @@ def publish(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         publication.give(settled.entry, now_ms)
         _send_published(hub, session, request, topic, publication, settled.offset, seen, now_ms)
 
-    hub.append(Append(stream, copy.frame(), then, key=copy.sender.encode()))
+    hub.append(Append(stream, copy.frame(), then, key=copy.sender.address.encode()))
 
 
 def _send_published(

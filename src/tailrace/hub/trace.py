@@ -45,7 +45,7 @@ class MessageTrace:
         metadata = requests.parse_metadata(copy)
         correlation = NULL if copy.correlation_id is None else _quoted(copy.correlation_id)
         record = (
-            b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,"from":%b,"to":%b,'
+            b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,%b,"to":%b,'
             b'"kind":"%b","topic":%b,"type":%b,"bytes":%d,"sentAt":%d,"stream":%b,"offset":%b,"shard":"%b"'
             % (
                 event.encode(),
@@ -55,7 +55,7 @@ class MessageTrace:
                 correlation,
                 correlation,
                 metadata.get("traceId", NULL),
-                _quoted(copy.sender),
+                copy.sender.from_member,
                 _quoted(copy.to),
                 kind.encode(),
                 metadata.get("topic", NULL),
