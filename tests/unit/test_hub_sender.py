@@ -85,7 +85,7 @@ class Counts:
 
 def connected(path: str, *addresses: str) -> Session:
     session = Session("session-1", 1)
-    session.actor = Principal(path)
+    session.principal = Principal(path)
     session.addresses = dict.fromkeys(addresses)  # type: ignore[assignment]
     return session
 

@@ -55,12 +55,12 @@ class BroadcastBatching:
         self._hub = hub
         self._under_way: dict[Session, list[ActiveBroadcast]] = {}  # in the order in which they were accepted
 
-    def takes(self, session: Session, frame: bytes) -> bool:
+    def accepts(self, session: Session, frame: bytes) -> bool:
         """Whether a message may be looked at although the broadcast before it is under way."""
         line = self._under_way.get(session)
         if not line or len(line) >= CONCURRENT_BROADCASTS_MAX or line[0].place > JOIN_RECIPIENTS_MAX:
             return False
-        return line[0].is_direct and all(one.is_in_step for one in line[1:]) and _is_broadcast(frame)
+        return line[0].is_direct and all(one.is_joined for one in line[1:]) and _is_broadcast(frame)
 
     def add(self, broadcast: ActiveBroadcast, now_ms: int) -> None:
         line = self._under_way.setdefault(broadcast.session, [])
@@ -68,41 +68,41 @@ class BroadcastBatching:
         if len(line) == 1:
             broadcast.begin(now_ms)
         elif broadcast.is_direct and broadcast.recipients == line[0].recipients:
-            broadcast.is_in_step = True
+            broadcast.is_joined = True
             self._hub.count("messages", "broadcast/ok")
             if line[0].place <= BATCH_RECIPIENTS:
                 # It came right behind: what it says first is written with what was said before it.
-                broadcast.give(line[0].place, now_ms)
+                broadcast.deliver(line[0].place, now_ms)
 
     def remove(self, broadcast: ActiveBroadcast, now_ms: int) -> None:
         """It came to nothing."""
         self._under_way[broadcast.session].remove(broadcast)
         self._next(broadcast.session, now_ms)
 
-    def go_on(self, session: Session, now_ms: int) -> None:
+    def send_batch(self, session: Session, now_ms: int) -> None:
         """The next batch, then a turn for the others."""
         failpoints.reached("hub.before_batch")
         line = self._under_way[session]
-        abreast = [line[0], *takewhile(lambda one: one.is_in_step, line[1:])]
+        abreast = [line[0], *takewhile(lambda one: one.is_joined, line[1:])]
         room = BATCH_RECIPIENTS
         for before, one in pairwise(abreast):
             # Whoever joined late catches up first.
-            room -= one.give(min(room, before.place - one.place), now_ms)
+            room -= one.deliver(min(room, before.place - one.place), now_ms)
         if room == BATCH_RECIPIENTS:
             for one in abreast:
-                one.give(BATCH_RECIPIENTS // len(abreast), now_ms)
+                one.deliver(BATCH_RECIPIENTS // len(abreast), now_ms)
         for one in abreast:
             if one.is_done:
                 failpoints.reached("hub.before_broadcast_ack")
                 line.remove(one)
                 one.acknowledge(now_ms)
             else:
-                one.tell_progress(now_ms)
+                one.send_progress(now_ms)
         if abreast[-1].is_done:
             self._next(session, now_ms)
         else:
-            self._hub.effects.append(Defer(partial(self.go_on, session)))
-            self._hub.go_on(session, now_ms)
+            self._hub.effects.append(Defer(partial(self.send_batch, session)))
+            self._hub.resume_frames(session, now_ms)
 
     def _next(self, session: Session, now_ms: int) -> None:
         """None of those that go side by side is left."""
@@ -112,7 +112,7 @@ class BroadcastBatching:
             return
         del self._under_way[session]
         session.broadcasting = False
-        self._hub.go_on(session, now_ms)
+        self._hub.resume_frames(session, now_ms)
 
 
 def _is_broadcast(frame: bytes) -> bool:
@@ -135,15 +135,15 @@ class ActiveBroadcast:
         "_copy",
         "_frame",
         "_hub",
+        "_progress_sent",
         "_query",
         "_request",
         "_seen",
         "_stored",
-        "_told",
         "delivered",
         "entry",
         "failed",
-        "is_in_step",
+        "is_joined",
         "offset",
         "place",
         "queued",
@@ -169,11 +169,11 @@ class ActiveBroadcast:
         self._copy = copy
         self._seen = seen
         self._frame: SharedEnvelope = copy.shared()
-        boxes = hub.mailboxes.boxes
-        self._stored = {one.path for one in recipients if one.options.durable or one.path in boxes}
+        queues = hub.mailboxes.queues
+        self._stored = {one.path for one in recipients if one.options.durable or one.path in queues}
         self.place = 0  # of the next recipient
-        self.is_in_step = False  # with the one before it
-        self._told = (0, 0)
+        self.is_joined = False  # with the one before it
+        self._progress_sent = (0, 0)
         self.delivered = self.queued = self.failed = 0
         self.entry = 0
         self.offset: str | None = None
@@ -192,7 +192,7 @@ class ActiveBroadcast:
         self.session.broadcasting = True
         if not self._stored:
             hub.count("messages", "broadcast/ok")
-            hub.convoys.go_on(self.session, now_ms)
+            hub.broadcasts.send_batch(self.session, now_ms)
             return
         streams = hub.streams
         entry = BroadcastEntry(
@@ -202,28 +202,28 @@ class ActiveBroadcast:
             streams.offset(REGISTRY_STREAM, streams.tail(REGISTRY_STREAM) or 0),
         )
         body = msgspec.json.encode(entry)
-        hub.append(Append(BROADCAST_STREAM, body, self._kept, key=self._copy.sender.address.encode()))
+        hub.append(Append(BROADCAST_STREAM, body, self._on_stored, key=self._copy.sender.address.encode()))
 
-    def _kept(self, settled: AppendOutcome, now_ms: int) -> None:
+    def _on_stored(self, settled: AppendOutcome, now_ms: int) -> None:
         hub = self._hub
         if settled.error is not None:
             self._seen[0].forget(self._request.id)
             hub.count("messages", "broadcast/refused")
-            hub.refuse_request(self.session, self._request, to_hub_error(settled.error), now_ms)
-            hub.convoys.remove(self, now_ms)
+            hub.send_request_error(self.session, self._request, to_hub_error(settled.error), now_ms)
+            hub.broadcasts.remove(self, now_ms)
             return
         hub.count("messages", "broadcast/ok")
         self.entry, self.offset = settled.entry, settled.offset
-        hub.mailboxes.begun.setdefault(BROADCAST_STREAM, settled.entry)
+        hub.mailboxes.first_entries.setdefault(BROADCAST_STREAM, settled.entry)
         offset, trace = settled.offset, hub.trace
-        trace.note("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCAST_STREAM, offset=offset)
-        hub.convoys.go_on(self.session, now_ms)
+        trace.record("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCAST_STREAM, offset=offset)
+        hub.broadcasts.send_batch(self.session, now_ms)
 
-    def give(self, most: int, now_ms: int) -> int:
+    def deliver(self, most: int, now_ms: int) -> int:
         """To the next recipients, and how many they are."""
         batch = self.recipients[self.place : self.place + most]
         self.place += len(batch)
-        self._give(batch, now_ms)
+        self._deliver(batch, now_ms)
         return len(batch)
 
     def acknowledge(self, now_ms: int) -> None:
@@ -237,19 +237,19 @@ class ActiveBroadcast:
         }
         if self._hub.options.on_broadcast is not None:
             self._hub.options.on_broadcast((now_ms - self._copy.timestamp) / 1000)
-        frame = self._hub.reply(self.session, self._request, "hub:broadcast_ack", payload, now_ms)
+        frame = self._hub.send_reply(self.session, self._request, "hub:broadcast_ack", payload, now_ms)
         for waiter in self._seen[0].answer(self._seen[1], frame):
             if waiter is not self.session and isinstance(waiter, Session):
-                self._hub.control(waiter, frame)
+                self._hub.send_control(waiter, frame)
 
-    def _give(self, batch: list[Registration], now_ms: int) -> None:
+    def _deliver(self, batch: list[Registration], now_ms: int) -> None:
         hub, session, stored = self._hub, self.session, self._stored
         known = hub.registry.by_path
         recipients: list[Recipient] = []
         for found in batch:
             path, recipient = found.path, found.session
             if path in stored:
-                self._give_stored(found, now_ms)
+                self._deliver_stored(found, now_ms)
             elif recipient is None or known.get(path) is not found:
                 self.failed += 1
             else:
@@ -258,7 +258,7 @@ class ActiveBroadcast:
         self.delivered += len(recipients) - len(left)
         for recipient, path in left:
             frame = self._frame.frame(new_id(now_ms), f"@({path})")
-            outcome = hub.flow.offer(recipient, frame, now_ms, session)
+            outcome = hub.flow_control.offer(recipient, frame, now_ms, session)
             if outcome == SENT:
                 self.delivered += 1
             else:
@@ -272,40 +272,40 @@ class ActiveBroadcast:
         if outcome in (SLOW, FULL):
             hub = self._hub
             copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=f"@({path})")
-            hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
+            hub.dead_letters.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
             if outcome == SLOW:
-                hub.flow.drop(recipient, size, now_ms)
+                hub.flow_control.drop(recipient, size, now_ms)
 
-    def _give_stored(self, found: Registration, now_ms: int) -> None:
+    def _deliver_stored(self, found: Registration, now_ms: int) -> None:
         """It is in the log: whoever is at the end of it gets it now, others when they come to it."""
-        box = self._hub.mailboxes.boxes.get(found.path)
-        if box is None or box.session is None:
-            self._hold_for(found.path)
+        queue = self._hub.mailboxes.queues.get(found.path)
+        if queue is None or queue.session is None:
+            self._set_cursor(found.path)
             self.queued += 1
             return
-        feed = self._hub.mailboxes.feed(box, BROADCAST_STREAM, BROADCAST, begin=self.entry - 1)
+        feed = self._hub.mailboxes.feed(queue, BROADCAST_STREAM, BROADCAST, begin=self.entry - 1)
         copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
-        self._hub.mailboxes.arrived(box, feed, self.entry, copy, now_ms)
+        self._hub.mailboxes.on_appended(queue, feed, self.entry, copy, now_ms)
         if feed.sent >= self.entry:
             self.delivered += 1
         else:
             self.queued += 1
 
-    def _hold_for(self, path: str) -> None:
+    def _set_cursor(self, path: str) -> None:
         """Somebody away begins here if it never read a broadcast: it is not to go before."""
         cursors = self._hub.mailboxes.cursors
-        if cursors.of(path, BROADCAST_STREAM) is None:
-            cursors.put(path, BROADCAST_STREAM, Cursor(self.entry - 1, self.entry - 1))
-            cursors.moved(path, BROADCAST_STREAM)
+        if cursors.get(path, BROADCAST_STREAM) is None:
+            cursors.set(path, BROADCAST_STREAM, Cursor(self.entry - 1, self.entry - 1))
+            cursors.mark_dirty(path, BROADCAST_STREAM)
 
-    def tell_progress(self, now_ms: int) -> None:
+    def send_progress(self, now_ms: int) -> None:
         if "broadcast-progress" not in self.session.features:
             return
-        place, at = self._told
+        place, at = self._progress_sent
         if self.place - place < PROGRESS_RECIPIENTS and (not at or now_ms - at < PROGRESS_MS):
-            self._told = (place, at or now_ms)
+            self._progress_sent = (place, at or now_ms)
             return
-        self._told = (self.place, now_ms)
+        self._progress_sent = (self.place, now_ms)
         total = len(self.recipients)
         payload = {
             "messageId": self._request.id,
@@ -315,7 +315,7 @@ class ActiveBroadcast:
             "remaining": total - self.place,
             "total": total,
         }
-        self._hub.reply(self.session, self._request, "hub:broadcast_progress", payload, now_ms)
+        self._hub.send_reply(self.session, self._request, "hub:broadcast_progress", payload, now_ms)
 
 
 def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
@@ -323,7 +323,7 @@ def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
     capability, text = request.text("targetCapability"), request.payload.text("pattern")
     excludes = request.truth("excludeSelf") is True
     pattern = None if text is None else AddressPattern(text)
-    if not hub.policy.may(session.actor, "broadcast"):
+    if not hub.policy.may(session.principal, "broadcast"):
         raise hub.denied(session, "broadcast", "denied by policy", "", now_ms)
     seen = check_duplicate(hub, session, request, now_ms)
     if seen is None:
@@ -336,12 +336,12 @@ def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
     registry = hub.registry
     recipients = [
         found
-        for found in (registry.everybody(now_ms) if query.is_for_all else registry.matching(query, now_ms))
+        for found in (registry.active(now_ms) if query.is_for_all else registry.matching(query, now_ms))
         if not (excludes and found.session is session)
         and (found.session is not None or found.options.durable)
     ]
     try:
-        hub.rates.take(session.path, "recipients", max(1, len(recipients)), now_ms)
+        hub.rates.consume(session.path, "recipients", max(1, len(recipients)), now_ms)
     except HubError:
         seen[0].forget(request.id)
         raise
@@ -358,4 +358,4 @@ def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
         ttl=request.envelope.ttl,
     )
     asked: dict[str, object] = {"pattern": text, "capability": capability, "excludeSelf": excludes}
-    hub.convoys.add(ActiveBroadcast(hub, session, request, recipients, copy, seen, asked), now_ms)
+    hub.broadcasts.add(ActiveBroadcast(hub, session, request, recipients, copy, seen, asked), now_ms)

@@ -75,7 +75,7 @@ class DeadLetters:
     ) -> None:
         """Off the path. Accepted messages are never merged; others are, once there are too many."""
         self._hub.count("dead_letters", reason)
-        self._hub.trace.note("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
+        self._hub.trace.record("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
         letter = DeadLetter(
             f"dl-{new_id(now_ms)}",
             reason,
@@ -121,7 +121,7 @@ class DeadLetters:
 
     def session_ended(self, session: Session, now_ms: int) -> None:
         """What waited for a client that did not come back."""
-        waiting, session.waiting = session.waiting, None
+        waiting, session.resume_buffer = session.resume_buffer, None
         for frame in waiting or ():
             copy = outgoing_from_envelope(parse_envelope(frame, WAITING_BYTES_MAX))
             if copy.sender.address != self._hub.options.address:
@@ -143,8 +143,8 @@ class RejectedMessages:
         self._hub = hub
         self._waiting: dict[tuple[str, str, int], list[RejectedCallback]] = {}  # by owner, stream and entry
 
-    def bury(
-        self, box: DeliveryQueue, feed: Feed, entries: set[int], then: RejectedCallback, now_ms: int
+    def dead_letter(
+        self, queue: DeliveryQueue, feed: Feed, entries: set[int], then: RejectedCallback, now_ms: int
     ) -> None:
         """`then` is told once, when all letters are durable or one cannot be written."""
         left = set(entries)
@@ -162,10 +162,10 @@ class RejectedMessages:
                 then(error, now_ms)
 
         for entry in sorted(entries):
-            self._join(box, feed, entry, lambda error, now, entry=entry: one_done(entry, error, now))
+            self._join(queue, feed, entry, lambda error, now, entry=entry: one_done(entry, error, now))
 
-    def _join(self, box: DeliveryQueue, feed: Feed, entry: int, done: RejectedCallback) -> None:
-        key = (box.path, feed.stream, entry)
+    def _join(self, queue: DeliveryQueue, feed: Feed, entry: int, done: RejectedCallback) -> None:
+        key = (queue.path, feed.stream, entry)
         waiting = self._waiting.get(key)
         if waiting is not None:
             waiting.append(done)
@@ -189,8 +189,8 @@ class RejectedMessages:
             copy = requests.outgoing_from_envelope(
                 parse_envelope(_stored_message(feed, body), STORED_BYTES_MAX)
             )
-            self._hub.mailboxes.bury(
-                box, feed, number, copy, "rejected", attempts, time_ns, now_ms, then=settled
+            self._hub.mailboxes.dead_letter(
+                queue, feed, number, copy, "rejected", attempts, time_ns, now_ms, then=settled
             )
 
         self._hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, found))

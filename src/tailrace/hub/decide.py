@@ -38,21 +38,21 @@ from tailrace.hub.state import Hub
 
 
 def send_queue_stats(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    hub.reply(session, request, "hub:queue_stats_response", hub.flow.stats(session), now_ms)
+    hub.send_reply(session, request, "hub:queue_stats_response", hub.flow_control.stats(session), now_ms)
 
 
 def send_metrics(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     """The last full minute of the caller's session; of the whole hub for whoever manages it."""
-    whole = session.actor.admin and (request.payload.text("scope") == "server" or not hub.dev)
+    whole = session.principal.admin and (request.payload.text("scope") == "server" or not hub.is_open)
     session.minute.roll(session, now_ms)
-    received = handed = errors = 0
+    received = delivered = errors = 0
     for one in hub.sessions.values() if whole else (session,):
         one.minute.roll(one, now_ms)
         counted = one.minute.last
-        received, handed, errors = received + counted[0], handed + counted[1], errors + counted[2]
+        received, delivered, errors = received + counted[0], delivered + counted[1], errors + counted[2]
     payload: dict[str, Any] = {
         "messages_received": received,
-        "messages_sent": handed,
+        "messages_sent": delivered,
         "errors": errors,
         "connections_opened": hub.counts[("connections", "opened")] if whole else 1,
         "connections_closed": hub.counts[("connections", "closed")] if whole else 0,
@@ -60,7 +60,7 @@ def send_metrics(hub: Hub, session: Session, request: HubRequest, now_ms: int) -
         "timestamp": now_ms,
         "scope": "server" if whole else "session",
     }
-    hub.reply(session, request, "hub:metrics_response", payload, now_ms)
+    hub.send_reply(session, request, "hub:metrics_response", payload, now_ms)
 
 
 PING_BYTES_MAX: Final = 64
@@ -88,7 +88,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     "hub:list_actors": registration.list_actors,
     "hub:presence": lambda hub, session, request, now: hub.presence.request(session, request, now),
     "hub:send": send.send,
-    "hub:reply": lambda hub, session, request, now: hub.asks.reply(session, request, now),
+    "hub:reply": lambda hub, session, request, now: hub.pending.reply(session, request, now),
     "hub:broadcast": broadcast.broadcast,
     "hub:subscribe": lambda hub, session, request, now: hub.topics.subscribe(session, request, now),
     "hub:unsubscribe": lambda hub, session, request, now: hub.topics.unsubscribe(session, request, now),
@@ -111,10 +111,10 @@ def on_opened(hub: Hub, session: Session) -> None:
 
 def decide(hub: Hub, session: Session, frame: bytes, now_ms: int) -> list[Effect]:
     """One message of a client."""
-    if session.broadcasting and (session.frames_held or not hub.convoys.takes(session, frame)):
-        if session.frames_held is None:
-            session.frames_held = []
-        session.frames_held.append(frame)
+    if session.broadcasting and (session.held_frames or not hub.broadcasts.accepts(session, frame)):
+        if session.held_frames is None:
+            session.held_frames = []
+        session.held_frames.append(frame)
     else:
         _receive(hub, session, frame, now_ms)
     return collect_effects(hub, now_ms)
@@ -124,9 +124,9 @@ def collect_effects(hub: Hub, now_ms: int) -> list[Effect]:
     """The effects so far, once nothing else can be decided."""
     while hub.ready:
         session = hub.ready.popleft()
-        held = session.frames_held
+        held = session.held_frames
         had = bool(held)
-        while held and (not session.broadcasting or hub.convoys.takes(session, held[0])):
+        while held and (not session.broadcasting or hub.broadcasts.accepts(session, held[0])):
             _receive(hub, session, held.pop(0), now_ms)
         if not held and (had or not session.broadcasting):
             hub.effects.append(ResumeReading(session))
@@ -139,7 +139,7 @@ def on_too_large(hub: Hub, session: Session, prefix: bytes, size: int, now_ms: i
     bytes_max = hub.limits.hub_message_bytes
     details = {"messageSize": size, "maxSize": bytes_max}
     error = HubError("message_too_large", f"a message has at most {bytes_max} bytes", details)
-    hub.refuse(session, error, now_ms, request_id=_extract_id(prefix))
+    hub.send_error(session, error, now_ms, request_id=_extract_id(prefix))
     return collect_effects(hub, now_ms)
 
 
@@ -157,7 +157,7 @@ def on_silence(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
 
 
 def on_drained(hub: Hub, session: Session, now_ms: int) -> list[Effect]:
-    hub.flow.on_drain(session, now_ms)
+    hub.flow_control.on_drain(session, now_ms)
     return collect_effects(hub, now_ms)
 
 
@@ -168,24 +168,24 @@ def tick(hub: Hub, now_ms: int) -> list[Effect]:
         if session.state != CONNECTING:
             hub.connecting.discard(session)
     _process_in_turns(hub, iter(tuple(hub.sessions.values())), partial(_tick_session, hub), now_ms)
-    hub.asks.tick(now_ms)
+    hub.pending.tick(now_ms)
     registration.expire_registrations(hub, now_ms, EXPIRED_PER_TICK_MAX)
     hub.mailboxes.tick(now_ms)
     hub.presence.tick(now_ms)
-    hub.sweeping.tick(now_ms)
-    _process_in_turns(hub, iter(tuple(hub.senders)), hub.forget_seen, now_ms)
-    hub.mailboxes.cursors.write_again(now_ms)
+    hub.sweep.tick(now_ms)
+    _process_in_turns(hub, iter(tuple(hub.senders)), hub.expire_seen, now_ms)
+    hub.mailboxes.cursors.rewrite_old(now_ms)
     flush(hub)
     return collect_effects(hub, now_ms)
 
 
-def _process_in_turns(hub: Hub, items: Iterator[T], look: Callable[[T, int], None], now_ms: int) -> None:
+def _process_in_turns(hub: Hub, items: Iterator[T], process: Callable[[T, int], None], now_ms: int) -> None:
     """Looks at all of them, so many at once, then others have their turn: no message waits for thousands."""
     some = list(islice(items, ITEMS_PER_TURN))
     for item in some:
-        look(item, now_ms)
+        process(item, now_ms)
     if len(some) == ITEMS_PER_TURN:
-        hub.effects.append(Defer(partial(_process_in_turns, hub, items, look)))
+        hub.effects.append(Defer(partial(_process_in_turns, hub, items, process)))
 
 
 def _tick_session(hub: Hub, session: Session, now_ms: int) -> None:
@@ -195,7 +195,7 @@ def _tick_session(hub: Hub, session: Session, now_ms: int) -> None:
 
 def flush(hub: Hub) -> None:
     """What is written in batches."""
-    hub.dead.flush()
+    hub.dead_letters.flush()
     hub.mailboxes.cursors.flush()
     hub.trace.flush()
 
@@ -207,11 +207,11 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
     if session.state not in (CONNECTED, CONNECTING):
         return
     if len(frame) <= PING_BYTES_MAX and b"ping" in frame and _is_ping(frame):
-        hub.write(session, PONG)
+        hub.send_frame(session, PONG)
         return
     session.received += 1
     plain = None
-    if session.answer is None and session.state == CONNECTED and SEND_MARKER in frame:
+    if session.on_http_answer is None and session.state == CONNECTED and SEND_MARKER in frame:
         plain = parse_plain_send(frame)
         if plain is not None:
             short = relay_plain_send(hub, session, plain, len(frame), now_ms) if plain.is_tell else None
@@ -229,16 +229,16 @@ def _receive(hub: Hub, session: Session, frame: bytes, now_ms: int) -> None:
         if error.code == "rate_limited":
             hub.count("rate_limited", str(error.details.get("kind", "")))
         if isinstance(error, DeniedError):
-            hub.refuse_denied(session, request, error)
+            hub.send_denied(session, request, error)
         else:
-            hub.refuse_request(session, request, error, now_ms)
+            hub.send_request_error(session, request, error, now_ms)
     except Exception as error:
         if hub.options.on_bug is None:
             raise
         hub.options.on_bug(error)
         hub.count("messages", f"{_metric_kind(request.envelope.type)}/refused")
         bug = HubError("internal_error", "the hub failed at this message")
-        hub.refuse_request(session, request, bug, now_ms)
+        hub.send_request_error(session, request, bug, now_ms)
 
 
 def _parse_request(
@@ -254,7 +254,7 @@ def _parse_request(
         request_id = envelope.id
         return HubRequest(envelope, frame)
     except HubError as error:
-        hub.refuse(session, error, now_ms, request_id=request_id or _extract_id(frame))
+        hub.send_error(session, error, now_ms, request_id=request_id or _extract_id(frame))
         _count_malformed(hub, session, now_ms)
         return None
 
@@ -273,11 +273,11 @@ def _handle(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         raise HubError("invalid_request", "the session is connected", {"field": "type"})
     request.sender = stamp_sender(hub, session, envelope.from_)
     handler = HANDLERS.get(kind)
-    if handler is None or (session.answer is not None and kind not in TYPES_BY_HTTP):
+    if handler is None or (session.on_http_answer is not None and kind not in TYPES_BY_HTTP):
         raise HubError("unknown_type", f"there is no message of type {kind[:128]!r} here")
     if in_token_grace(session, now_ms) and kind not in TYPES_IN_GRACE:
         raise HubError("unauthorized", "the token has expired", {"action": kind, "reason": "token expired"})
-    if not hub.dev:
+    if not hub.is_open:
         _check_time(envelope, now_ms)
     check_signature(hub, session, session.path, request, now_ms)
     hub.rates.check(session.path, kind, len(request.frame), now_ms)
@@ -292,7 +292,7 @@ def _check_time(envelope: Envelope, now_ms: int) -> None:
 
 
 def _count_malformed(hub: Hub, session: Session, now_ms: int) -> None:
-    if session.strike(now_ms) >= hub.limits.hub_strikes:
+    if session.count_malformed(now_ms) >= hub.limits.hub_strikes:
         hub.close(session, 1008, "too many malformed messages")
 
 

@@ -36,7 +36,7 @@ class SeenMessage(msgspec.Struct, eq=False, gc=False):
     answers: tuple[bytes, ...] = ()
     finished: bool = False
     waiters: tuple[object, ...] = ()
-    let_go: bool = False  # its answers: there was no room for them
+    answers_dropped: bool = False  # its answers: there was no room for them
 
     @property
     def answer_bytes(self) -> int:
@@ -118,7 +118,7 @@ class SeenMessages:
             found if isinstance(found, SeenMessage) else SeenMessage(identifier, found, found, finished=True)
         )
 
-    def note(self, identifier: str, now_ms: int) -> bool:
+    def add_bare(self, identifier: str, now_ms: int) -> bool:
         """Remember a message that has no answer, at little cost. False if there is anything under its id,
         or no room.
 
@@ -156,7 +156,7 @@ class SeenMessages:
             self._make_room()
         return entry
 
-    def join(self, entry: SeenMessage, waiter: object) -> bool:
+    def add_waiter(self, entry: SeenMessage, waiter: object) -> bool:
         """Wait for the answers of a message that is not finished. False if too many do."""
         assert not entry.finished
         if waiter not in entry.waiters:
@@ -167,12 +167,12 @@ class SeenMessages:
 
     def answer(self, entry: SeenMessage, answer: bytes, *, final: bool = True) -> tuple[object, ...]:
         """Keep an answer for repeats, and learn who waits for it. A message may have several answers."""
-        if not entry.let_go and self._entries.get(entry.id) is entry:
+        if not entry.answers_dropped and self._entries.get(entry.id) is entry:
             if not entry.answers:
                 self._answered.append(entry)
             entry.answers = (*entry.answers, answer)
             self._account(len(answer), len(answer))
-            self._let_answers_go()
+            self._drop_oldest_answers()
         entry.finished = final
         waiting = entry.waiters
         if final:
@@ -212,11 +212,11 @@ class SeenMessages:
             self._account(-_BARE_ENTRY_BYTES - len(identifier))
             return
         self._account(-entry.size_bytes, -entry.answer_bytes)
-        entry.answers, entry.let_go = (), True
-        while self._answered and self._answered[0].let_go:
+        entry.answers, entry.answers_dropped = (), True
+        while self._answered and self._answered[0].answers_dropped:
             self._answered.popleft()
 
-    def _let_answers_go(self) -> None:
+    def _drop_oldest_answers(self) -> None:
         """The oldest answers make room for younger ones; the last one itself, if it is too much for all."""
         memory = self._memory
         while self.answer_bytes > self._answer_bytes_max or memory.answer_bytes > memory.answer_bytes_max:
@@ -224,7 +224,7 @@ class SeenMessages:
                 return
             entry = self._answered.popleft()
             self._account(-entry.answer_bytes, -entry.answer_bytes)
-            entry.answers, entry.let_go = (), True
+            entry.answers, entry.answers_dropped = (), True
 
     def _account(self, size_bytes: int, answer_bytes: int = 0) -> None:
         memory = self._memory

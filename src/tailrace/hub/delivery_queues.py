@@ -42,15 +42,15 @@ class Cursor(msgspec.Struct, eq=False):
     delivered: int = 0  # the last that was handed over; after a restart those up to it are redelivered
     read_upto: int = 0  # by the actor itself
     # Entries up to here may have been handed over by a process that died before it could write that down.
-    unsure_upto: int = 0
+    maybe_delivered_upto: int = 0
     moved_ms: int = 0  # when it was last moved, to the second
-    passed: set[int] = set()  # beyond the committed position, done with one by one
+    acknowledged: set[int] = set()  # beyond the committed position, done with one by one
 
-    def follow_passed(self) -> None:
+    def advance(self) -> None:
         """As far as there is no gap, what was passed one by one is committed."""
-        while self.committed + 1 in self.passed:
+        while self.committed + 1 in self.acknowledged:
             self.committed += 1
-        self.passed = {entry for entry in self.passed if entry > self.committed}
+        self.acknowledged = {entry for entry in self.acknowledged if entry > self.committed}
         self.delivered = max(self.delivered, self.committed)
 
 
@@ -77,10 +77,10 @@ class Cursors:
         # When each was last written, oldest first: what the log keeps is always younger.
         self._written: OrderedDict[tuple[str, str], int] = OrderedDict()
 
-    def of(self, path: str, stream: str) -> Cursor | None:
+    def get(self, path: str, stream: str) -> Cursor | None:
         return self._cursors.get(path, {}).get(stream)
 
-    def put(self, path: str, stream: str, cursor: Cursor, *, restored: bool = False) -> None:
+    def set(self, path: str, stream: str, cursor: Cursor, *, restored: bool = False) -> None:
         """One from the log may be there since long, and is written again soon."""
         self._cursors.setdefault(path, {})[stream] = cursor
         cursor.moved_ms = cursor.moved_ms or self.now_ms
@@ -88,11 +88,11 @@ class Cursors:
             self._holders.setdefault(stream, set()).add(path)
         self._written.setdefault((path, stream), 0 if restored else NEVER_WRITTEN)
 
-    def drop(self, path: str, stream: str) -> None:
+    def remove(self, path: str, stream: str) -> None:
         """Of a stream that is not there: it says nothing."""
-        self._take_out(path, stream)
+        self._pop(path, stream)
 
-    def _take_out(self, path: str, stream: str) -> bool:
+    def _pop(self, path: str, stream: str) -> bool:
         found = self._cursors.get(path, {})
         if found.pop(stream, None) is None:
             return False
@@ -114,19 +114,19 @@ class Cursors:
         for path in self._holders.get(stream, ()):
             yield self._cursors[path][stream]
 
-    def forget(self, path: str, stream: str) -> None:
+    def delete(self, path: str, stream: str) -> None:
         """Its stream is gone."""
-        if self._take_out(path, stream):
+        if self._pop(path, stream):
             self._hub.append(
                 Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode())
             )
 
-    def moved(self, path: str, stream: str) -> None:
-        cursor = self.of(path, stream)
+    def mark_dirty(self, path: str, stream: str) -> None:
+        cursor = self.get(path, stream)
         if cursor is not None:
             cursor.moved_ms = self.now_ms
         self._dirty[(path, stream)] = 1
-        self._hub.unwritten = True
+        self._hub.has_unflushed = True
         self._moved += 1
         if self._moved >= DIRTY_MAX:
             self.flush()
@@ -137,7 +137,7 @@ class Cursors:
         self._dirty.clear()
         self._moved = 0
 
-    def write_again(self, now_ms: int) -> None:
+    def rewrite_old(self, now_ms: int) -> None:
         """Positions that did not move for long, a few at a time. Once a second."""
         self.now_ms = now_ms
         for (path, stream), at_ms in list(islice(self._written.items(), DIRTY_MAX)):
@@ -147,7 +147,7 @@ class Cursors:
             self._written.move_to_end((path, stream))
             if at_ms != NEVER_WRITTEN:
                 self._dirty[(path, stream)] = 1
-                self._hub.unwritten = True
+                self._hub.has_unflushed = True
 
     def commit(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None]) -> None:
         """Written at once: somebody waits for it."""
@@ -155,7 +155,7 @@ class Cursors:
         self._append(path, stream, then)
 
     def _append(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None] | None) -> None:
-        cursor = self.of(path, stream)
+        cursor = self.get(path, stream)
         if cursor is None or self._hub.streams.tail(stream) is None:
             return
         streams = self._hub.streams
@@ -163,7 +163,7 @@ class Cursors:
             streams.offset(stream, cursor.committed),
             streams.offset(stream, cursor.delivered),
             cursor.moved_ms,
-            to_ranges(cursor.passed),
+            to_ranges(cursor.acknowledged),
             streams.offset(stream, cursor.read_upto) if cursor.read_upto > cursor.delivered else None,
         )
         self._hub.append(
@@ -242,13 +242,13 @@ class Feed:
     """One stream as one box reads it."""
 
     __slots__ = (
-        "ahead",
         "cursor",
+        "delivered_before",
         "deliveries",
-        "flights",
-        "flights_bytes",
-        "handed_before",
+        "in_flight",
+        "in_flight_bytes",
         "kind",
+        "prefetched",
         "reading",
         "sent",
         "stream",
@@ -263,60 +263,60 @@ class Feed:
         self.topic = ""
         self.subscription_id: str | None = None
         self.sent = cursor.committed  # the last entry that was handed over, or passed over
-        self.handed_before = cursor.delivered  # up to here an earlier session may have it
-        self.flights: dict[int, InFlightEntry] = {}
-        self.flights_bytes = 0
+        self.delivered_before = cursor.delivered  # up to here an earlier session may have it
+        self.in_flight: dict[int, InFlightEntry] = {}
+        self.in_flight_bytes = 0
         self.deliveries: dict[int, int] = {}  # of entries that are not committed
-        self.ahead: deque[PrefetchedEntry] = deque()
+        self.prefetched: deque[PrefetchedEntry] = deque()
         self.reading = False
 
-    def take_off(self, entry: int, flight: InFlightEntry) -> None:
-        self.flights[entry] = flight
-        self.flights_bytes += flight.size
+    def add_in_flight(self, entry: int, flight: InFlightEntry) -> None:
+        self.in_flight[entry] = flight
+        self.in_flight_bytes += flight.size
         if flight.holder is not None:
             flight.holder.in_flight += 1
             flight.holder.bytes += flight.size
 
-    def touch_down(self, entry: int) -> None:
+    def remove_in_flight(self, entry: int) -> None:
         """It is in flight no more, whatever became of it."""
-        flight = self.flights.pop(entry, None)
+        flight = self.in_flight.pop(entry, None)
         if flight is not None:
-            self.flights_bytes -= flight.size
+            self.in_flight_bytes -= flight.size
             if flight.holder is not None:
                 flight.holder.in_flight -= 1
                 flight.holder.bytes -= flight.size
 
-    def land(self, upto: int) -> None:
+    def commit_upto(self, upto: int) -> None:
         """These are committed: nothing of them is in flight any more."""
-        for entry in [entry for entry in self.flights if entry <= upto]:
-            self.touch_down(entry)
+        for entry in [entry for entry in self.in_flight if entry <= upto]:
+            self.remove_in_flight(entry)
         for entry in [entry for entry in self.deliveries if entry <= upto]:
             del self.deliveries[entry]
-        self.cursor.passed = {entry for entry in self.cursor.passed if entry > upto}
+        self.cursor.acknowledged = {entry for entry in self.cursor.acknowledged if entry > upto}
         if self.sent < upto:
             self.sent = upto
-            while self.ahead and self.ahead[0].entry <= upto:
-                self.ahead.popleft()
+            while self.prefetched and self.prefetched[0].entry <= upto:
+                self.prefetched.popleft()
 
-    def take_back(self, entries: list[int]) -> None:
+    def requeue(self, entries: list[int]) -> None:
         """These are handed over again, to whoever is next."""
         for entry in entries:
-            self.touch_down(entry)
+            self.remove_in_flight(entry)
         self.sent = min(self.sent, min(entries) - 1)
-        self.ahead.clear()
+        self.prefetched.clear()
 
     def rewind(self) -> None:
         """What is not committed is handed over again."""
         self.sent = self.cursor.committed
-        self.ahead.clear()
-        for entry in list(self.flights):
-            self.touch_down(entry)
+        self.prefetched.clear()
+        for entry in list(self.in_flight):
+            self.remove_in_flight(entry)
 
 
 class DeliveryQueue:
     """All feeds of one actor, in memory while its owner is online or something is being appended."""
 
-    __slots__ = ("appends", "feeds", "live", "mailbox", "options", "path", "session")
+    __slots__ = ("appends", "feeds", "is_caught_up", "mailbox", "options", "path", "session")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -325,7 +325,7 @@ class DeliveryQueue:
         self.session: Session | None = None
         self.options = DEFAULT_OPTIONS
         self.appends = 0  # being committed
-        self.live = True  # everything durable was handed over: what comes next can be, at once
+        self.is_caught_up = True  # everything durable was handed over: what comes next can be, at once
 
     @property
     def address(self) -> str:
@@ -341,17 +341,17 @@ class DeliveryQueue:
         return self.session is not None and self.session.alive and not self.session.detached
 
     @property
-    def attended(self) -> bool:
+    def has_session(self) -> bool:
         """Whether somebody is there, or away for a moment."""
         return self.session is not None
 
     @property
-    def is_fed(self) -> bool:
+    def is_pushed(self) -> bool:
         """Whether what comes is given to somebody who is there."""
         return self.session is not None and self.options.push
 
     @property
-    def one_by_one(self) -> bool:
+    def commits_single(self) -> bool:
         """Whether a message can be done with before those that came before it."""
         return self.options.manual
 
@@ -359,12 +359,12 @@ class DeliveryQueue:
         return self.session is session
 
     def in_flight(self) -> int:
-        return sum(len(feed.flights) for feed in self.feeds.values())
+        return sum(len(feed.in_flight) for feed in self.feeds.values())
 
     def is_full(self) -> bool:
         if not self.options.manual:
             return False
-        held = sum(feed.flights_bytes for feed in self.feeds.values())
+        held = sum(feed.in_flight_bytes for feed in self.feeds.values())
         return held >= IN_FLIGHT_BYTES_MAX or self.in_flight() >= self.options.max_in_flight
 
     def is_ready(self, has_room: HasRoom, *, at_once: bool = False) -> bool:
@@ -414,15 +414,15 @@ class GroupQueue(DeliveryQueue):
         return any(one is not None and one.alive and not one.detached for one in sessions)
 
     @property
-    def attended(self) -> bool:
+    def has_session(self) -> bool:
         return bool(self.members)
 
     @property
-    def is_fed(self) -> bool:
+    def is_pushed(self) -> bool:
         return bool(self.members)
 
     @property
-    def one_by_one(self) -> bool:
+    def commits_single(self) -> bool:
         return True
 
     def serves(self, session: Session) -> bool:
@@ -451,7 +451,7 @@ class GroupQueue(DeliveryQueue):
         """What a member had in its hands goes to the others."""
         for member in [one for one in self.members if one.subscription is subscription]:
             self.members.remove(member)
-            self._give_back(member)
+            self._requeue(member)
             if self.chosen is member:
                 self.chosen = self.session = None
 
@@ -459,14 +459,14 @@ class GroupQueue(DeliveryQueue):
         """What was on its way to a connection that broke may not have come."""
         for member in self.members:
             if member.subscription.session is session:
-                self._give_back(member)
+                self._requeue(member)
 
-    def _give_back(self, member: GroupMember) -> None:
+    def _requeue(self, member: GroupMember) -> None:
         for feed in self.feeds.values():
-            held = [entry for entry, flight in feed.flights.items() if flight.holder is member]
+            held = [entry for entry, flight in feed.in_flight.items() if flight.holder is member]
             if held:
-                feed.take_back(held)
-        self.live = False
+                feed.requeue(held)
+        self.is_caught_up = False
 
 
 def group_queue_path(group: str, topics: str) -> str:

@@ -164,9 +164,9 @@ def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now
     recipient = None if route is None else _find_recipient(hub, session, route, now_ms)
     if route is None or recipient is None:
         return None
-    identity = session.actor.path
-    seen = hub.seen_of(identity)
-    if not seen.note(identifier, now_ms):
+    identity = session.principal.path
+    seen = hub.seen_messages_of(identity)
+    if not seen.add_bare(identifier, now_ms):
         return None
     if not hub.rates.may_send(identity, size, now_ms):
         seen.forget(identifier)
@@ -189,14 +189,14 @@ def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now
         )
     )
     recipient.outbox.push(len(copy))
-    recipient.handed += 1
+    recipient.delivered += 1
     hub.counts["messages", "send/delivered"] += 1
     hub.counts["deliveries", "direct"] += 1
-    noted = None if recipient.feeders is None else recipient.feeders.get(session)
+    noted = None if recipient.recent_senders is None else recipient.recent_senders.get(session)
     if noted is not None and noted[0] == now_ms // 1000:
         noted[1] += 1
     elif recipient is not session:
-        recipient.fed_by(session, now_ms)
+        recipient.note_sender(session, now_ms)
     return Send(recipient, copy)
 
 
@@ -213,7 +213,7 @@ def _is_valid_text(frame: bytes, data: int) -> bool:
 
 def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
     """Whether there is nothing about the sender or the rules that has to be looked at closer."""
-    actor = session.actor
+    actor = session.principal
     if not may_send_as(session, route.sender.path):
         return False
     if session.expires_ms is not None and now_ms >= session.expires_ms:
@@ -234,15 +234,17 @@ def _find_recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Se
     recipient = found.session
     if recipient is None or recipient.state != CONNECTED or recipient.detached_until_ms:
         return None
-    if recipient.answer is not None or (recipient.expires_ms is not None and now_ms >= recipient.expires_ms):
+    if recipient.on_http_answer is not None or (
+        recipient.expires_ms is not None and now_ms >= recipient.expires_ms
+    ):
         return None
     if session.paused_by or hub.options.trace == "all" or not may_send_plain(hub, session, route, now_ms):
         return None
-    box = hub.mailboxes.boxes.get(target)
-    if box is not None and (box.appends or not box.live):
+    queue = hub.mailboxes.queues.get(target)
+    if queue is not None and (queue.appends or not queue.is_caught_up):
         return None
     limits = hub.limits
-    if not recipient.outbox.is_light(limits.hub_pause_bytes, limits.hub_pause_messages):
+    if not recipient.outbox.is_below(limits.hub_pause_bytes, limits.hub_pause_messages):
         return None
     return recipient
 
@@ -287,50 +289,52 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
     plain: PlainSend
     route: Route
     texts: _StoreFragments
-    box: DeliveryQueue
+    queue: DeliveryQueue
     feed: Feed
-    copy_id: str
+    message_id: str
     accepted_ms: int
     seq: int
     known: SeenMessages
     seen: SeenMessage
-    ask: PendingRequest | None
+    pending: PendingRequest | None
 
     def settled(self, settled: AppendOutcome, now_ms: int) -> None:
         """Durable: acknowledged first, then handed over to whoever is there."""
-        hub, box = self.hub, self.box
-        box.appends -= 1
+        hub, queue = self.hub, self.queue
+        queue.appends -= 1
         if settled.error is not None:
             self._failed(settled, now_ms)
             return
         assert settled.offset is not None
         offset = settled.offset.encode()
-        if self.ask is None:
+        if self.pending is None:
             self.seen.finished = True
         else:
-            self.ask.reached, self.ask.stream = "accepted", self.texts.stream
-            self.ask.entry, self.ask.offset = settled.entry, settled.offset
-            hub.asks.answered(self.ask, self._ack(offset, now_ms))
+            self.pending.reached, self.pending.stream = "accepted", self.texts.stream
+            self.pending.entry, self.pending.offset = settled.entry, settled.offset
+            hub.pending.on_response(self.pending, self._ack(offset, now_ms))
         hub.counts["deliveries", "stored"] += 1
         if hub.trace.is_on:
             hub.trace.add(self._record(offset, now_ms))
-        handed = box.is_fed and hub.mailboxes.arrived(box, self.feed, settled.entry, self._copy(), now_ms)
-        hub.counts["messages", "send/delivered" if handed else "send/queued"] += 1
-        hub.mailboxes.rest(box)
+        delivered = queue.is_pushed and hub.mailboxes.on_appended(
+            queue, self.feed, settled.entry, self._copy(), now_ms
+        )
+        hub.counts["messages", "send/delivered" if delivered else "send/queued"] += 1
+        hub.mailboxes.release_later(queue)
 
     def _failed(self, settled: AppendOutcome, now_ms: int) -> None:
         assert settled.error is not None
         hub, error = self.hub, to_hub_error(settled.error)
         hub.count("messages", "send/refused")
-        if self.ask is not None:
-            hub.asks.failed(self.ask, error, now_ms)
+        if self.pending is not None:
+            hub.pending.fail(self.pending, error, now_ms)
         self.known.forget(self.plain.id)  # it may be sent again
-        if self.ask is None:
+        if self.pending is None:
             request = self.plain.request(self.frame)
             assert request is not None
             request.sender = self.route.sender
-            hub.refuse_request(self.session, request, error, now_ms)
-        hub.mailboxes.let_go(self.box)
+            hub.send_request_error(self.session, request, error, now_ms)
+        hub.mailboxes.release(self.queue)
 
     def _ack(self, offset: bytes, now_ms: int) -> bytes:
         texts, message_id = self.texts, self.plain.id.encode()
@@ -362,7 +366,7 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
                 b',"id":"',
                 self.plain.id.encode(),
                 b'","copy":"',
-                self.copy_id.encode(),
+                self.message_id.encode(),
                 texts.trace,
                 payload.type.encode(),
                 b'","bytes":%d,"sentAt":%d' % (len(payload.data), self.accepted_ms),
@@ -376,7 +380,7 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
         """As the way of all others makes it, for one who is there to get it."""
         plain, route = self.plain, self.route
         return OutgoingMessage(
-            self.copy_id,
+            self.message_id,
             route.sender,
             f"@({route.target})",
             plain.payload.type,
@@ -402,30 +406,30 @@ def store_plain_send(
     if found is None or found.expires_ms <= now_ms or not found.options.durable:
         return None
     asks = payload.ack is not None
-    if asks and len(session.asked) >= hub.limits.hub_session_asks:
+    if asks and len(session.sent_requests) >= hub.limits.hub_session_asks:
         return None
-    identity = session.actor.path
-    known = hub.seen_of(identity)
+    identity = session.principal.path
+    known = hub.seen_messages_of(identity)
     if identifier in known or hub.seen_memory.is_full:
         return None
     mailboxes = hub.mailboxes
-    box = mailboxes.open(route.target)
-    feed = box.mailbox
-    is_new_owner = box.session is None and found.session is not None
+    queue = mailboxes.open(route.target)
+    feed = queue.mailbox
+    is_new_owner = queue.session is None and found.session is not None
     if (
         feed is None
         or is_new_owner
-        or mailboxes.is_full(box)
+        or mailboxes.is_full(queue)
         or not hub.rates.may_send(identity, len(frame), now_ms)
     ):
-        mailboxes.let_go(box)
+        mailboxes.release(queue)
         return None
     seen = known.add(identifier, now_ms, plain.timestamp)
-    copy_id, seq = new_id(now_ms), hub.next_seq(now_ms)
-    ask: PendingRequest | None = None
+    message_id, seq = new_id(now_ms), hub.next_seq(now_ms)
+    pending: PendingRequest | None = None
     if asks:
         deadline_ms = now_ms + hub.limits.hub_ask_ms
-        ask = PendingRequest(
+        pending = PendingRequest(
             identifier,
             session,
             route.sender.path,
@@ -434,19 +438,19 @@ def store_plain_send(
             ["accepted"],
             False,
             b"{}",
-            copy_id,
+            message_id,
         )
-        ask.seen = (known, seen)
-        hub.asks.begin(ask)
+        pending.seen = (known, seen)
+        hub.pending.begin(pending)
     texts = _store_fragments(hub.sender, route.sender, route.target)
     kept = _PendingStore(
-        hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask
+        hub, session, frame, plain, route, texts, queue, feed, message_id, now_ms, seq, known, seen, pending
     )
-    box.appends += 1
+    queue.appends += 1
     body = b"".join(
         (
             b'{"id":"',
-            copy_id.encode(),
+            message_id.encode(),
             route.head,
             payload.type.encode(),
             b'","payload":',

@@ -36,7 +36,7 @@ class FlowControl:
         session: Session,
         frame: bytes,
         now_ms: int,
-        feeder: Session | None = None,
+        sending: Session | None = None,
         *,
         mode: str = "direct",
     ) -> str:
@@ -44,24 +44,24 @@ class FlowControl:
         if session.state != CONNECTED:
             return GONE
         if session.detached_until_ms or (session.expires_ms is not None and now_ms >= session.expires_ms):
-            if not self.keep(session, frame):
+            if not self.buffer_for_resume(session, frame):
                 return FULL
             self._hub.counts["deliveries", "waiting"] += 1
             return WAITING
         hub, outbox = self._hub, session.outbox
         limits = hub.limits
-        if not outbox.is_light(limits.hub_pause_bytes, limits.hub_pause_messages):
-            if self._is_overfull(session, now_ms):
+        if not outbox.is_below(limits.hub_pause_bytes, limits.hub_pause_messages):
+            if self._is_over_limit(session, now_ms):
                 return SLOW
         outbox.push(len(frame))
         hub.effects.append(Send(session, frame))
         hub.counts["deliveries", mode] += 1
-        session.handed += 1
-        if feeder is not None and feeder is not session:
-            session.fed_by(feeder, now_ms)
+        session.delivered += 1
+        if sending is not None and sending is not session:
+            session.note_sender(sending, now_ms)
         return SENT
 
-    def _is_overfull(self, session: Session, now_ms: int) -> bool:
+    def _is_over_limit(self, session: Session, now_ms: int) -> bool:
         """Whether nothing more fits. Before it comes to that, those who send are asked to pause."""
         limits, outbox = self._hub.limits, session.outbox
         held = outbox.bytes
@@ -69,8 +69,8 @@ class FlowControl:
             return False
         messages = outbox.messages
         if held > limits.hub_outbound_bytes or messages > limits.hub_outbound_messages:
-            if not session.overfull_since_ms:
-                session.overfull_since_ms = now_ms
+            if not session.over_limit_since_ms:
+                session.over_limit_since_ms = now_ms
             return True
         if held > limits.hub_pause_bytes or messages > limits.hub_pause_messages:
             self._pause(session, now_ms)
@@ -86,12 +86,12 @@ class FlowControl:
             not held or session.outbox.messages <= limits.hub_pause_messages // 2
         )
 
-    def keep(self, session: Session, frame: bytes) -> bool:
+    def buffer_for_resume(self, session: Session, frame: bytes) -> bool:
         """In memory, for a session whose client is away for a moment."""
         limits = self._hub.limits
-        waiting = session.waiting
+        waiting = session.resume_buffer
         if waiting is None:
-            waiting = session.waiting = []
+            waiting = session.resume_buffer = []
         if (
             len(waiting) >= limits.hub_resume_messages
             or session.detached_bytes + len(frame) > limits.hub_resume_bytes
@@ -103,9 +103,9 @@ class FlowControl:
 
     def release(self, session: Session) -> None:
         """The client is back: what waited comes first."""
-        waiting, session.waiting, session.detached_bytes = session.waiting, None, 0
+        waiting, session.resume_buffer, session.detached_bytes = session.resume_buffer, None, 0
         for frame in waiting or ():
-            self._hub.write(session, frame)
+            self._hub.send_frame(session, frame)
 
     def drop(self, session: Session, size: int, now_ms: int) -> None:
         """A message was not handed over; its recipient is told how many, as soon as it takes anything."""
@@ -119,25 +119,25 @@ class FlowControl:
         if session in self._pausing:
             return
         recent = [
-            (noted[1], feeder)
-            for feeder, noted in (session.feeders or {}).items()
-            if noted[0] >= now_ms // 1000 - 1 and feeder.alive
+            (noted[1], sending)
+            for sending, noted in (session.recent_senders or {}).items()
+            if noted[0] >= now_ms // 1000 - 1 and sending.alive
         ]
         recent.sort(key=lambda one: one[0], reverse=True)
-        feeders = [feeder for _, feeder in recent[:PAUSED_SENDERS_MAX]]
-        self._pausing[session] = feeders
+        recent_senders = [sending for _, sending in recent[:PAUSED_SENDERS_MAX]]
+        self._pausing[session] = recent_senders
         payload = {
             "reason": "consumer_slow",
             "targets": session_targets(session),
             "queueDepth": session.outbox.messages,
             "queueBytes": session.outbox.bytes,
         }
-        for feeder in feeders:
-            if feeder.paused_by is None:
-                feeder.paused_by = {}
-            feeder.paused_by[session] = None
+        for sending in recent_senders:
+            if sending.paused_by is None:
+                sending.paused_by = {}
+            sending.paused_by[session] = None
             self.pauses += 1
-            self._hub.notice(feeder, "hub:pause", payload, now_ms)
+            self._hub.send_notice(sending, "hub:pause", payload, now_ms)
 
     def on_drain(self, session: Session, now_ms: int) -> None:
         """Whoever waited for this one goes on, once enough was taken."""
@@ -145,34 +145,34 @@ class FlowControl:
         held = session.outbox.bytes
         messages = session.outbox.messages
         if held <= limits.hub_outbound_bytes and messages <= limits.hub_outbound_messages:
-            session.overfull_since_ms = 0
+            session.over_limit_since_ms = 0
         if held < limits.hub_pause_bytes // 2 and messages < max(1, limits.hub_pause_messages // 2):
             self._resume(session, now_ms)
-            self._tell_dropped(session, now_ms)
+            self._notify_dropped(session, now_ms)
             self._hub.mailboxes.on_room(session, now_ms)
 
     def _resume(self, session: Session, now_ms: int) -> None:
-        feeders = self._pausing.pop(session, None)
-        for feeder in feeders or ():
-            if feeder.paused_by is not None:
-                feeder.paused_by.pop(session, None)
-            if feeder.alive:
-                self._hub.notice(feeder, "hub:resume", {"targets": session_targets(session)}, now_ms)
+        recent_senders = self._pausing.pop(session, None)
+        for sending in recent_senders or ():
+            if sending.paused_by is not None:
+                sending.paused_by.pop(session, None)
+            if sending.alive:
+                self._hub.send_notice(sending, "hub:resume", {"targets": session_targets(session)}, now_ms)
 
-    def _tell_dropped(self, session: Session, now_ms: int) -> None:
+    def _notify_dropped(self, session: Session, now_ms: int) -> None:
         count, size, since = session.dropped
         if not count:
             return
         session.dropped = NOTHING_DROPPED
         payload: dict[str, Any] = {"count": count, "bytes": size, "since": since, "reason": "slow_consumer"}
         if "delivery-notices" in session.features:
-            self._hub.notice(session, "hub:dropped", payload, now_ms)
+            self._hub.send_notice(session, "hub:dropped", payload, now_ms)
         else:
-            self._hub.refuse(session, HubError("consumer_slow", "messages were dropped", payload), now_ms)
+            self._hub.send_error(session, HubError("consumer_slow", "messages were dropped", payload), now_ms)
 
-    def check_paused(self, feeder: Session, recipient: Session) -> None:
+    def check_paused(self, sending: Session, recipient: Session) -> None:
         """Whoever goes on although it was told to wait is refused, once nothing more fits."""
-        if feeder.paused_by and recipient in feeder.paused_by and recipient.overfull_since_ms:
+        if sending.paused_by and recipient in sending.paused_by and recipient.over_limit_since_ms:
             details = {"retryAfter": 1000, "kind": "send", "reason": "paused"}
             raise HubError("rate_limited", "the recipient has to catch up first", details)
 
@@ -180,30 +180,30 @@ class FlowControl:
         """A recipient that leaves resumes its producers; a producer that leaves is forgotten."""
         self._resume(session, now_ms)
         for recipient in session.paused_by or ():
-            feeders = self._pausing.get(recipient)
-            if feeders is not None and session in feeders:
-                feeders.remove(session)
-            if recipient.feeders is not None:
-                recipient.feeders.pop(session, None)
+            recent_senders = self._pausing.get(recipient)
+            if recent_senders is not None and session in recent_senders:
+                recent_senders.remove(session)
+            if recipient.recent_senders is not None:
+                recipient.recent_senders.pop(session, None)
         session.paused_by = None
 
     def on_second(self, session: Session, now_ms: int) -> None:
         session.outbox.on_second()
-        if session.feeders:
-            session.forget_feeders(now_ms)
-        if session.overfull_since_ms or session in self._pausing or session.dropped[0]:
+        if session.recent_senders:
+            session.expire_senders(now_ms)
+        if session.over_limit_since_ms or session in self._pausing or session.dropped[0]:
             self.on_drain(session, now_ms)
-        stalled = session.overfull_since_ms and now_ms - session.overfull_since_ms >= (
+        stalled = session.over_limit_since_ms and now_ms - session.over_limit_since_ms >= (
             self._hub.limits.hub_stall_ms
         )
         if stalled:
             told = {"reason": "slow_consumer", "message": "the connection takes nothing"}
-            self._hub.notice(session, "hub:disconnect", told, now_ms)
+            self._hub.send_notice(session, "hub:disconnect", told, now_ms)
             self._hub.close(session, 1013, "the connection takes nothing")
 
     def stats(self, session: Session) -> dict[str, Any]:
         limits, hub = self._hub.limits, self._hub
-        lag, in_flight, live = hub.mailboxes.summary(session)
+        lag, in_flight, live = hub.mailboxes.session_lag(session)
         return {
             "queueDepth": session.outbox.messages,
             "queueBytes": session.outbox.bytes,
@@ -232,7 +232,7 @@ Recipient = tuple[Session, str]  # and the path of the address that the copy is 
 
 
 def send_to_many(
-    hub: Hub, feeder: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
+    hub: Hub, sending: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
 ) -> list[Recipient]:
     """Copies for all who can take one at once. The others are given back, and have been given nothing.
 
@@ -241,12 +241,12 @@ def send_to_many(
     left: list[Recipient] = []
     for begin in range(0, len(recipients), ID_RUN_MAX):
         some = recipients[begin : begin + ID_RUN_MAX] if len(recipients) > ID_RUN_MAX else recipients
-        left += _send_run(hub, feeder, shared, some, now_ms)
+        left += _send_run(hub, sending, shared, some, now_ms)
     return left
 
 
 def _send_run(
-    hub: Hub, feeder: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
+    hub: Hub, sending: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
 ) -> list[Recipient]:
     limits, second = hub.limits, now_ms // 1000
     bytes_max, messages_max = limits.hub_pause_bytes, limits.hub_pause_messages
@@ -261,17 +261,17 @@ def _send_run(
             session.state != CONNECTED
             or session.detached_until_ms
             or (session.expires_ms is not None and now_ms >= session.expires_ms)
-            or not session.outbox.push_if_light(len(frame), bytes_max, messages_max)
+            or not session.outbox.push_if_below(len(frame), bytes_max, messages_max)
         ):
             left.append(recipient)
             continue
         number += 1
-        session.handed += 1
-        noted = None if session.feeders is None else session.feeders.get(feeder)
+        session.delivered += 1
+        noted = None if session.recent_senders is None else session.recent_senders.get(sending)
         if noted is not None and noted[0] == second:
             noted[1] += 1
-        elif session is not feeder:
-            session.fed_by(feeder, now_ms)
+        elif session is not sending:
+            session.note_sender(sending, now_ms)
         copies.append((session, frame))
     if copies:
         hub.counts["deliveries", "direct"] += len(copies)

@@ -263,9 +263,9 @@ class RateLimiter:
         kind = RATE_KIND_BY_TYPE.get(message_type)
         if kind is None or (kind == "send" and self.may_send(identity, size, now_ms)):
             return
-        self.take(identity, kind, 1, now_ms)
+        self.consume(identity, kind, 1, now_ms)
         if kind in ("send", "broadcast"):
-            self.take(identity, "bytes", size, now_ms)
+            self.consume(identity, "bytes", size, now_ms)
 
     def may_send(self, identity: str, size: int, now_ms: int) -> bool:
         """Takes what one send costs, in few steps. False if it is too much, or has to be looked at closer:
@@ -277,7 +277,7 @@ class RateLimiter:
         sends, sizes = self._buckets.pair(identity, "send", "bytes", now_ns)
         return sends.take_with(sizes, now_ns, size)
 
-    def take(self, identity: str, kind: str, count: int, now_ms: int) -> None:
+    def consume(self, identity: str, kind: str, count: int, now_ms: int) -> None:
         own = self.policy.rates(identity).get(kind) if self.policy.has_rules else None
         rate = self._rates[kind] if own is None else Rate(max(1, int(own)), max(1, int(2 * own)))
         wait_ms = self._buckets.take(identity, kind, now_ms * 1_000_000, count, rate=rate)

@@ -69,7 +69,7 @@ def register(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> No
     if not capabilities or len(capabilities) > CAPABILITIES_MAX:
         raise field_error("capabilities", f"capabilities is a list of 1 to {CAPABILITIES_MAX} words")
     options = _read_delivery_options(session, request)
-    if not hub.policy.may_register(session.actor, path):
+    if not hub.policy.may_register(session.principal, path):
         raise hub.denied(session, "register", "not your address", text, now_ms)
     _check_room(hub, session, path, now_ms)
     ttl_ms = _ttl_ms(request, TTL_S_DEFAULT * 1000)
@@ -99,7 +99,7 @@ def register(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> No
         session.registering -= 1
         hub.registry.version_settled(path, found.version)
         if settled.error is not None:
-            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(settled.error), now_ms)
             return
         _apply_registration(hub, session, request, found, settled, now_ms)
 
@@ -191,11 +191,11 @@ def _apply_registration(
     hub.registry.put(found)
     hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     session.addresses[path] = found
-    if hub.dev:
+    if hub.is_open:
         rename_session(hub, session, path)
     hub.audit(session, "register", found.address, "ok", now_ms)
     _send_registered(hub, session, request, found, now_ms)
-    hub.presence.tell("updated" if known else "joined", found, settled.offset, now_ms)
+    hub.presence.notify("updated" if known else "joined", found, settled.offset, now_ms)
     hub.mailboxes.attach(found, session, now_ms)
 
 
@@ -215,7 +215,7 @@ def _send_registered(
     metadata: dict[str, Any] = dict(shown)
     if fill >= REGISTRY_PRESSURE_RATIO:
         metadata["registryPressure"] = round(fill, 3)
-    hub.reply(session, request, "hub:registered", payload, now_ms, msgspec.json.encode(metadata))
+    hub.send_reply(session, request, "hub:registered", payload, now_ms, msgspec.json.encode(metadata))
 
 
 def _handle_takeover(hub: Hub, old: Registration, loser: Session, now_ms: int) -> None:
@@ -227,11 +227,11 @@ def _handle_takeover(hub: Hub, old: Registration, loser: Session, now_ms: int) -
             "reason": "duplicate_connection",
             "message": "another connection has taken over",
         }
-        hub.notice(loser, "hub:disconnect", payload, now_ms)
+        hub.send_notice(loser, "hub:disconnect", payload, now_ms)
         hub.close(loser, 1000, "duplicate_connection")
         return
     payload = {"actorAddress": old.address, "unregisteredAt": now_ms, "reason": "taken_over"}
-    hub.notice(loser, "hub:unregistered", payload, now_ms)
+    hub.send_notice(loser, "hub:unregistered", payload, now_ms)
 
 
 def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
@@ -257,7 +257,7 @@ def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
         "version": found.version,
     }
     metadata = msgspec.json.encode({"expiresAt": found.expires_ms, "renewalToken": found.renewal})
-    hub.reply(session, request, "hub:renewed", payload, now_ms, metadata)
+    hub.send_reply(session, request, "hub:renewed", payload, now_ms, metadata)
 
 
 def extend_registration(hub: Hub, found: Registration, now_ms: int) -> None:
@@ -267,7 +267,7 @@ def extend_registration(hub: Hub, found: Registration, now_ms: int) -> None:
     """
     found.expires_ms = now_ms + found.ttl_ms
     found.used_ms = now_ms
-    hub.registry.expect(found)
+    hub.registry.schedule_expiry(found)
     if now_ms - found.logged_ms >= REGISTRATION_REWRITE_MS and not hub.registry.is_pending(found.path):
         found.logged_ms = now_ms
         hub.append(
@@ -284,27 +284,27 @@ def unregister(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> 
     path = request.sender.path if text is None else parse_address(text)
     found = session.addresses.get(path)
     delete_mailbox = request.payload.truth("deleteMailbox") is True
-    if found is None and session.actor.admin and not hub.dev:
+    if found is None and session.principal.admin and not hub.is_open:
         found = hub.registry.find(path, now_ms)
         if found is not None:
             hub.audit(session, "admin", found.address, "unregister", now_ms)
     if found is None:
-        if hub.policy.may_register(session.actor, path) and hub.registry.find(path, now_ms) is None:
+        if hub.policy.may_register(session.principal, path) and hub.registry.find(path, now_ms) is None:
             raise HubError("unknown_actor", "not registered", {"actorAddress": f"@({path})"})
         raise hub.denied(session, "unregister", "not your address", f"@({path})", now_ms)
     gone = found
 
     def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is not None:
-            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(settled.error), now_ms)
             return
         _remove_registration(hub, gone)
-        hub.presence.tell("left", gone, settled.offset, now_ms)
+        hub.presence.notify("left", gone, settled.offset, now_ms)
         if delete_mailbox:
             mailbox_commands.remove_mailbox(hub, path)
         if request.is_ask:
             payload = {"actorAddress": gone.address, "unregisteredAt": now_ms, "reason": "requested"}
-            hub.reply(session, request, "hub:unregistered", payload, now_ms)
+            hub.send_reply(session, request, "hub:unregistered", payload, now_ms)
 
     if hub.registry.is_pending(path):
         then(AppendOutcome(), now_ms)  # somebody else is taking it over: that event says it all
@@ -329,12 +329,12 @@ def _remove_registration(hub: Hub, found: Registration) -> None:
 
 def expire_registrations(hub: Hub, now_ms: int, limit: int) -> None:
     """Those whose time is over are invisible already; here they go, and that is written down."""
-    for found in hub.registry.take_expired(now_ms, limit):
+    for found in hub.registry.pop_expired(now_ms, limit):
         owner = found.session
         _remove_registration(hub, found)
         if owner is not None and owner.alive and "delivery-notices" in owner.features:
             payload = {"actorAddress": found.address, "unregisteredAt": now_ms, "reason": "expired"}
-            hub.notice(owner, "hub:unregistered", payload, now_ms)
+            hub.send_notice(owner, "hub:unregistered", payload, now_ms)
         if not hub.registry.is_pending(found.path):
             _append_removal(hub, found, "expired", "expired", now_ms)
 
@@ -363,7 +363,7 @@ def _append_removal(hub: Hub, found: Registration, reason: str, told: str, now_m
 def _append_and_notify(hub: Hub, told: str, found: Registration, body: bytes) -> None:
     def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is None:
-            hub.presence.tell(told, found, settled.offset, now_ms)
+            hub.presence.notify(told, found, settled.offset, now_ms)
 
     hub.append(Append(REGISTRY_STREAM, body, then, key=found.path.encode()))
 
@@ -398,7 +398,7 @@ def _page_limit(request: HubRequest) -> int:
 
 def discover(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     payload = request.payload
-    if not hub.policy.may(session.actor, "discover"):
+    if not hub.policy.may(session.principal, "discover"):
         raise hub.denied(session, "discover", "denied by policy", "", now_ms)
     pattern = AddressPattern(payload.text("pattern") or "*")
     wanted = list(payload.texts("capabilities") or ())
@@ -429,18 +429,18 @@ def _send_discovered(
     more = len(found) > limit
     page = found[:limit]
     body = {
-        "actors": [one.shown() for one in page],
+        "actors": [one.to_view() for one in page],
         "count": len(page),
         "totalMatches": None if more or cursor else len(page),
         "hasMore": more,
         "cursor": page[-1].path if more else None,
         "asOf": offset,
     }
-    hub.reply(session, request, "hub:discovered", body, now_ms)
+    hub.send_reply(session, request, "hub:discovered", body, now_ms)
 
 
 def list_actors(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    if not hub.policy.may(session.actor, "discover"):
+    if not hub.policy.may(session.principal, "discover"):
         raise hub.denied(session, "discover", "denied by policy", "", now_ms)
     expire_registrations(hub, now_ms, len(hub.registry))
     limit = _page_limit(request)
@@ -450,14 +450,14 @@ def list_actors(hub: Hub, session: Session, request: HubRequest, now_ms: int) ->
     found = list(islice(matching, skip, skip + limit + 1))
     more = len(found) > limit
     body = {
-        "actors": [one.shown() for one in found[:limit]],
+        "actors": [one.to_view() for one in found[:limit]],
         "total": len(hub.registry),
         "offset": skip,
         "limit": limit,
         "hasMore": more,
         "cursor": found[limit - 1].path if more else None,
     }
-    hub.reply(session, request, "hub:actor_list", body, now_ms)
+    hub.send_reply(session, request, "hub:actor_list", body, now_ms)
 
 
 def _discover_as_of(
@@ -497,7 +497,7 @@ def _discover_as_of(
             # What held then may be written down before what is left.
             details = {"earliestOffset": streams.offset(REGISTRY_STREAM, earliest)}
             error = HubError("offset_gone", "the registry's log does not go back that far", details)
-            hub.refuse_request(session, request, error, now_ms)
+            hub.send_request_error(session, request, error, now_ms)
             return
         found = (
             state[path]
@@ -510,7 +510,7 @@ def _discover_as_of(
 
     def then(found: ReadResult, now_ms: int) -> None:
         if found.error is not None:
-            hub.refuse_request(session, request, to_hub_error(found.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(found.error), now_ms)
             return
         last = found.next_entry
         for number, time_ns, body in found.entries:

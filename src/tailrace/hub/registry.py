@@ -79,7 +79,7 @@ class Registration(msgspec.Struct, eq=False):
     def address(self) -> str:
         return f"@({self.path})"
 
-    def shown(self) -> dict[str, Any]:
+    def to_view(self) -> dict[str, Any]:
         """As discovery shows it; the renewal token is its owner's alone."""
         return {
             "address": self.address,
@@ -228,9 +228,9 @@ class Registry:
             self._forget_tokens(old)
         self._gone.pop(found.path, None)
         self.by_path[found.path] = found
-        self.expect(found)
+        self.schedule_expiry(found)
 
-    def expect(self, found: Registration) -> None:
+    def schedule_expiry(self, found: Registration) -> None:
         """Its time of expiry is another one now."""
         heapq.heappush(self._expiries, (found.expires_ms, found.version, found.path))
 
@@ -266,7 +266,7 @@ class Registry:
         while len(self._gone) > REMEMBERED_VERSIONS_MAX:
             self._floor = max(self._floor, self._gone.popitem(last=False)[1])
 
-    def take_expired(self, now_ms: int, limit: int) -> list[Registration]:
+    def pop_expired(self, now_ms: int, limit: int) -> list[Registration]:
         """Those whose time has run out, soonest first; they are out of the registry from here on."""
         due: list[Registration] = []
         heap = self._expiries
@@ -282,7 +282,7 @@ class Registry:
             heapq.heapify(self._expiries)
         return due
 
-    def everybody(self, now_ms: int) -> list[Registration]:
+    def active(self, now_ms: int) -> list[Registration]:
         """In order of their addresses."""
         by_path = self.by_path
         return [found for path in by_path if (found := by_path[path]).expires_ms > now_ms]
@@ -330,11 +330,11 @@ class PresenceWatches:
             if session.watches is not None and session.watches.pop(watch_id, None) is not None:
                 del self._watches[watch_id]
             payload = {"watchId": watch_id, "event": "unwatched"}
-            hub.reply(session, request, "hub:presence", payload, now_ms)
+            hub.send_reply(session, request, "hub:presence", payload, now_ms)
             return
         if action != "watch":
             raise field_error("action", "action is watch or unwatch")
-        if not hub.policy.may(session.actor, "presence"):
+        if not hub.policy.may(session.principal, "presence"):
             raise hub.denied(session, "presence", "denied by policy", "", now_ms)
         watches = session.watches
         if watches is None:
@@ -348,19 +348,19 @@ class PresenceWatches:
         watch = PresenceWatch(f"watch-{new_id(now_ms)}", session, query)
         watches[watch.id] = watch
         self._watches[watch.id] = watch
-        hub.reply(session, request, "hub:presence", self._snapshot(watch, now_ms), now_ms)
+        hub.send_reply(session, request, "hub:presence", self._snapshot(watch, now_ms), now_ms)
 
     def _snapshot(self, watch: PresenceWatch, now_ms: int) -> dict[str, Any]:
         hub = self._hub
         found = list(islice(hub.registry.matching(watch.query, now_ms), SNAPSHOT_MAX + 1))
         return {
             "watchId": watch.id,
-            "actors": [one.shown() for one in found[:SNAPSHOT_MAX]],
+            "actors": [one.to_view() for one in found[:SNAPSHOT_MAX]],
             "hasMore": len(found) > SNAPSHOT_MAX,
             "offset": hub.streams.offset(REGISTRY_STREAM, hub.streams.tail(REGISTRY_STREAM) or 0),
         }
 
-    def tell(self, event: str, found: Registration, offset: str | None, now_ms: int) -> None:
+    def notify(self, event: str, found: Registration, offset: str | None, now_ms: int) -> None:
         """A durable event, to everybody whom it concerns."""
         for watch in tuple(self._watches.values()):
             if watch.behind or not watch.query.matches(found):
@@ -380,11 +380,11 @@ class PresenceWatches:
     def _offer(self, watch: PresenceWatch, payload: dict[str, Any], now_ms: int) -> bool:
         hub, session = self._hub, watch.session
         frame = hub.encode(f"@({session.path})", "hub:presence", msgspec.json.encode(payload), now_ms)
-        return hub.flow.offer(session, frame, now_ms) in (SENT, WAITING)
+        return hub.flow_control.offer(session, frame, now_ms) in (SENT, WAITING)
 
     def tick(self, now_ms: int) -> None:
         for watch in tuple(self._watches.values()):
-            if watch.behind and self._hub.flow.has_room(watch.session, now_ms):
+            if watch.behind and self._hub.flow_control.has_room(watch.session, now_ms):
                 payload = {**self._snapshot(watch, now_ms), "resync": True}
                 watch.behind = not self._offer(watch, payload, now_ms)
 

@@ -92,15 +92,15 @@ class HubRestore:
             entry = self._hub.streams.resolve(stream, letter.offset)
         except TailraceError:
             return  # its stream is gone, or begins behind it
-        cursor = cursors.of(path, stream)
+        cursor = cursors.get(path, stream)
         if cursor is None:
             if not stream.startswith(MAILBOX_PREFIX):
                 return  # where it begins is for its subscription to say
-            cursor = Cursor(unsure_upto=self._hub.streams.tail(stream) or 0)
-            cursors.put(path, stream, cursor, restored=True)
+            cursor = Cursor(maybe_delivered_upto=self._hub.streams.tail(stream) or 0)
+            cursors.set(path, stream, cursor, restored=True)
         if entry > cursor.committed:
-            cursor.passed.add(entry)
-            cursor.follow_passed()
+            cursor.acknowledged.add(entry)
+            cursor.advance()
 
     def broadcast(self, entry: int, body: bytes) -> None:
         """A broadcast of the last moments: its process may have died before the positions of all recipients
@@ -109,9 +109,9 @@ class HubRestore:
         hub = self._hub
         cursors, tail = hub.mailboxes.cursors, hub.streams.tail(BROADCAST_STREAM) or 0
         for path in decode_broadcast(body).recipients:
-            if path in hub.registry.by_path and cursors.of(path, BROADCAST_STREAM) is None:
-                cursor = Cursor(entry - 1, entry - 1, unsure_upto=tail)
-                cursors.put(path, BROADCAST_STREAM, cursor, restored=True)
+            if path in hub.registry.by_path and cursors.get(path, BROADCAST_STREAM) is None:
+                cursor = Cursor(entry - 1, entry - 1, maybe_delivered_upto=tail)
+                cursors.set(path, BROADCAST_STREAM, cursor, restored=True)
 
     def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
         """A message that was accepted lately; a repeat of it is known as one. After `finish`."""
@@ -127,16 +127,16 @@ class HubRestore:
             return
         sender = copy.sender.path
         known = hub.registry.by_path.get(sender)
-        seen = hub.seen_of(sender if known is None else known.owner)
+        seen = hub.seen_messages_of(sender if known is None else known.owner)
         at_ms = time_ns // 1_000_000
         if seen.get(request_id, at_ms) is not None:
             return
-        ask = None
+        pending = None
         if stream.startswith(MAILBOX_PREFIX):
             path, offset = stream.removeprefix(MAILBOX_PREFIX), hub.streams.offset(stream, entry)
-            ask = hub.asks.rebuild(copy, path, stream, entry, offset, hub.mailboxes.cursors.now_ms)
-        if ask is not None:
-            ask.seen = (seen, seen.add(request_id, at_ms, copy.timestamp))
+            pending = hub.pending.rebuild(copy, path, stream, entry, offset, hub.mailboxes.cursors.now_ms)
+        if pending is not None:
+            pending.seen = (seen, seen.add(request_id, at_ms, copy.timestamp))
             return
         answer = self._answer(stream, entry, request_id, copy, recipients, at_ms)
         seen.add(request_id, at_ms, copy.timestamp, answers=(answer,))
@@ -188,11 +188,11 @@ class HubRestore:
                 committed,
                 delivered,
                 read_upto=delivered if record.read is None else self._entry(stream, record.read),
-                unsure_upto=tail,
+                maybe_delivered_upto=tail,
                 moved_ms=record.moved_at or now_ms,
-                passed={entry for entry in passed if committed < entry <= tail},
+                acknowledged={entry for entry in passed if committed < entry <= tail},
             )
-            hub.mailboxes.cursors.put(owner[2:-1], stream, cursor, restored=True)
+            hub.mailboxes.cursors.set(owner[2:-1], stream, cursor, restored=True)
 
     def _entry(self, stream: str, offset: str) -> int:
         """A position that is not there any more is the first one that is."""
@@ -203,7 +203,7 @@ class HubRestore:
 
 
 NAMES_AT_ONCE: Final = 1000
-# Positions are written a fraction of a second after what moved them; a process that hardly ran may take
+# Positions are written a fraction of a second after what moved them; a process that hardly ran may apply
 # longer.
 UNFLUSHED_NS: Final = 60 * 10**9
 
@@ -211,20 +211,20 @@ UNFLUSHED_NS: Final = 60 * 10**9
 async def restore_hub(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> None:
     restoring = HubRestore(hub)
     _restore_topics(hub, log)
-    for name, take in (
+    for name, apply in (
         (REGISTRY_STREAM, restoring.registry),
         (SUBSCRIPTIONS, restoring.subscription),
         (CURSORS, restoring.cursor),
     ):
-        async for body in streams.all_of(name):
-            take(body)
+        async for body in streams.read_all(name):
+            apply(body)
     restoring.finish(now_ms)
     await _replay_last(streams, BROADCAST_STREAM, restoring.broadcast)
     await _replay_last(streams, LETTERS, lambda _, body: restoring.letter(body))
     await _restore_messages(restoring, streams, log, (now_ms - hub.limits.hub_seen_ttl_ms) * 1_000_000)
 
 
-async def _replay_last(streams: LogStreams, name: str, take: Callable[[int, bytes], None]) -> None:
+async def _replay_last(streams: LogStreams, name: str, apply: Callable[[int, bytes], None]) -> None:
     """The last entries: the positions behind them may not have been written when the process died."""
     stream = streams.find(name)
     if stream is None:
@@ -235,7 +235,7 @@ async def _replay_last(streams: LogStreams, name: str, take: Callable[[int, byte
         if found.error is not None or not found.entries:
             break
         for number, _, body in found.entries:
-            take(number, body)
+            apply(number, body)
         after, since = found.next_entry, 0
 
 
@@ -262,7 +262,7 @@ def _restore_topics(hub: Hub, log: Log) -> None:
     while True:
         listed = list_streams(log, after, TOPIC_PREFIX, NAMES_AT_ONCE, system=True)
         for stream in listed:
-            hub.topics.kept.add(stream.name[len(TOPIC_PREFIX) :])
+            hub.topics.stored_topics.add(stream.name[len(TOPIC_PREFIX) :])
         if len(listed) < NAMES_AT_ONCE:
             return
         after = listed[-1].name

@@ -135,8 +135,8 @@ class HubSocket:
         connection.drains_itself = True
         session = self.session
         session.peer = connection.peer
-        session.outbox.wire = connection
-        self._runner.wires[session] = connection
+        session.outbox.connection = connection
+        self._runner.connections[session] = connection
         self._runner.hub.count("connections", "opened")
         decide.on_opened(self._runner.hub, session)
 
@@ -154,10 +154,12 @@ class HubSocket:
             runner.relay_seconds.observe(perf_counter() - begun_s)
         # Whoever sends faster than it takes its answers is not read from for a while.
         outbox, bytes_max = session.outbox, hub.limits.hub_pause_bytes
-        if session.frames_held or (outbox.wire.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max):
-            wire = runner.wires.get(session)
-            if wire is not None:
-                wire.pause_reading()
+        if session.held_frames or (
+            outbox.connection.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max
+        ):
+            connection = runner.connections.get(session)
+            if connection is not None:
+                connection.pause_reading()
 
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
         runner = self._runner
@@ -166,9 +168,9 @@ class HubSocket:
     def on_drain(self) -> None:
         runner, session = self._runner, self.session
         runner.run(decide.on_drained(runner.hub, session, runner.now_ms()))
-        wire = runner.wires.get(session)
-        if wire is not None and not session.frames_held:
-            wire.resume_reading()
+        connection = runner.connections.get(session)
+        if connection is not None and not session.held_frames:
+            connection.resume_reading()
 
     def on_silence(self) -> None:
         """Whoever is given up is told why, and has left: the socket may stay open for a while, but what comes
@@ -179,7 +181,7 @@ class HubSocket:
 
     def on_close(self, code: int, reason: str) -> None:
         runner = self._runner
-        if runner.wires.pop(self.session, None) is None:
+        if runner.connections.pop(self.session, None) is None:
             return
         runner.hub.count("connections", "closed")
         runner.run(decide.on_closed(runner.hub, self.session, code, runner.now_ms()))
@@ -275,7 +277,7 @@ class HubRoutes:
         self._origins.check(exchange)
         address = self._proxies.address_of(exchange).strip("[]")
         now_ns = self._runner.now_ms() * 1_000_000
-        refusal = self._admission.decide(address, len(self._runner.wires), now_ns)
+        refusal = self._admission.decide(address, len(self._runner.connections), now_ns)
         if refusal is not None:
             self._refuse(exchange, refusal)
             return
@@ -341,7 +343,7 @@ class HubRoutes:
             _respond(exchange, frame)
             end()
 
-        session.answer = answer
+        session.on_http_answer = answer
         exchange.on_gone = end
         is_ask = _is_ask(exchange.body)
         runner.run(decide.decide(runner.hub, session, exchange.body, now_ms))
@@ -357,7 +359,7 @@ class HubRoutes:
             path = identity_path(verified, None if head is None else head.from_, "anonymous/http")
         except HubError:
             raise TailraceError("forbidden", "actorId or sub of the token is no address") from None
-        session.identity, session.actor = identity, principal_from_identity(identity, path)
+        session.identity, session.principal = identity, principal_from_identity(identity, path)
         session.peer = self._proxies.remote_of(exchange)
         session.state = CONNECTED
         return session

@@ -131,7 +131,7 @@ class LogStreams:
             for stream in list_streams(self._log, after or prefix, prefix, limit, system=True)
         ]
 
-    def made(self, name: str) -> Stream:
+    def get_or_create(self, name: str) -> Stream:
         """The stream to append to; it is made in the record before if it is missing."""
         self._absent.discard(name)
         stream = self._log.find(name)
@@ -165,7 +165,7 @@ class LogStreams:
         except TailraceError as error:
             return ReadResult(error=error)
 
-    async def all_of(self, name: str) -> AsyncIterator[bytes]:
+    async def read_all(self, name: str) -> AsyncIterator[bytes]:
         """Every entry of a stream, at start-up."""
         stream = self.find(name)
         if stream is None:
@@ -216,7 +216,7 @@ class EffectRunner:
         self._monotonic = time.monotonic
         self.hub = hub
         self._streams = streams
-        self.wires: dict[Session, WebSocketConnection] = {}
+        self.connections: dict[Session, WebSocketConnection] = {}
         self._queue: deque[Effect] = deque()
         self._running = False
         self._settling = False  # something is settled, and what follows from it is not carried out
@@ -274,7 +274,7 @@ class EffectRunner:
 
     def run(self, effects: list[Effect]) -> None:
         """What an effect brings about comes after what was asked for before."""
-        queue, wires = self._queue, self.wires
+        queue, connections = self._queue, self.connections
         queue.extend(effects)
         if self._running:
             return
@@ -287,14 +287,14 @@ class EffectRunner:
                     continue
                 # Most are: no step more than it takes.
                 session, frame = effect.session, effect.frame
-                wire = wires.get(session)
-                if wire is not None:
-                    wire.send_text(frame)
+                connection = connections.get(session)
+                if connection is not None:
+                    connection.send_text(frame)
                 session.outbox.written(len(frame))
         finally:
             self._running = False
-        if self.hub.unwritten and self._flush is None and self._tick is not None:
-            self.hub.unwritten = False
+        if self.hub.has_unflushed and self._flush is None and self._tick is not None:
+            self.hub.has_unflushed = False
             self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
 
     def _carry_out(self, effect: Effect) -> None:
@@ -305,21 +305,21 @@ class EffectRunner:
         elif type(effect) is Read:
             self._read(effect)
         elif type(effect) is Close:
-            wire = self.wires.get(effect.session)
-            if wire is not None:
-                wire.close(effect.code, effect.reason)
+            connection = self.connections.get(effect.session)
+            if connection is not None:
+                connection.close(effect.code, effect.reason)
         elif type(effect) is Defer:
             self._context.loop.call_soon(self._after, effect.then)
         elif type(effect) is ResumeReading:
-            wire = self.wires.get(effect.session)
-            if wire is not None:
-                wire.resume_reading()
+            connection = self.connections.get(effect.session)
+            if connection is not None:
+                connection.resume_reading()
         elif type(effect) is CreateStream:
             self._create(effect)
         elif type(effect) is ListStreams:
             names = self._streams.names(effect.prefix, effect.after, effect.names_max)
             self._after(partial(effect.then, names))
-            if self.hub.sweeping.bounds and self.on_bounds is not None:
+            if self.hub.sweep.bounds and self.on_bounds is not None:
                 self.on_bounds()
         else:
             assert isinstance(effect, DeleteStream)
@@ -327,11 +327,11 @@ class EffectRunner:
 
     def _spread(self, effect: SendMany) -> None:
         """Whoever is gone since it was decided takes nothing from the others."""
-        wires = self.wires
+        connections = self.connections
         for session, frame in effect.copies:
-            wire = wires.get(session)
-            if wire is not None:
-                wire.send_text(frame)
+            connection = connections.get(session)
+            if connection is not None:
+                connection.send_text(frame)
             session.outbox.written(len(frame))
 
     def _after(self, then: Callable[[int], None]) -> None:
@@ -347,7 +347,7 @@ class EffectRunner:
         if failpoints.ARMED:
             _reach_failpoint("before", effect.stream)
         try:
-            stream = self._streams.made(effect.stream)
+            stream = self._streams.get_or_create(effect.stream)
             if effect.producer is None and stream.lifetime is NO_LIFETIME and not stream.closed:
                 # The hub's streams are JSON, and have no documents: there is nothing to decide.
                 self._log.append_plain(stream, effect.body, effect.lengths, self._settled, effect, effect.key)
@@ -357,28 +357,28 @@ class EffectRunner:
             )
             self._log.append(stream, request, self._settled, effect)
         except TailraceError as error:
-            self._tell(effect, AppendOutcome(error=error))
+            self._complete_append(effect, AppendOutcome(error=error))
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         effect = transaction.context
         assert isinstance(effect, Append)
         self._commit_wait_seconds.observe(self._monotonic() - effect.begun_s)
         if error is not None:
-            self._tell(effect, AppendOutcome(error=error))
+            self._complete_append(effect, AppendOutcome(error=error))
             return
         if failpoints.ARMED:
             _reach_failpoint("after", effect.stream)
         stream = transaction.subject
         assert stream is not None
         if transaction.duplicate:
-            self._tell(effect, AppendOutcome(duplicate=True))
+            self._complete_append(effect, AppendOutcome(duplicate=True))
             return
         op = transaction.append
         if op is None:
             op = next(one for one in transaction.ops if isinstance(one, records.Append))
-        self._tell(effect, AppendOutcome(op.first, stream.offset(op.first)))
+        self._complete_append(effect, AppendOutcome(op.first, stream.offset(op.first)))
 
-    def _tell(self, effect: Append, settled: AppendOutcome) -> None:
+    def _complete_append(self, effect: Append, settled: AppendOutcome) -> None:
         """A commit settles many appends at once: what follows from them is carried out together."""
         if effect.then is None:
             return
@@ -388,16 +388,16 @@ class EffectRunner:
             logger.exception("the hub failed to go on")
         if not self._settling:
             self._settling = True
-            self._context.loop.call_soon(self._go_on)
+            self._context.loop.call_soon(self._run_pending)
 
-    def _go_on(self) -> None:
+    def _run_pending(self) -> None:
         self._settling = False
         failpoints.reached("hub.before_publish")
         self.run(decide.collect_effects(self.hub, self.now_ms()))
 
     def _create(self, effect: CreateStream) -> None:
         try:
-            self._streams.made(effect.stream)
+            self._streams.get_or_create(effect.stream)
         except TailraceError as error:
             logger.warning("the stream %s cannot be made: %s", effect.stream, error)
 

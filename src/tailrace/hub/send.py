@@ -53,19 +53,19 @@ def send(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     seen = check_duplicate(hub, session, request, now_ms)
     if seen is None:
         return
-    ask: PendingRequest | None = None
+    pending: PendingRequest | None = None
     try:
         _check_policy(hub, session, wanted, now_ms)
         way, recipient = _choose_route(hub, wanted, now_ms)
         if wanted.asks:
-            hub.asks.check_room(session)
-            ask = _make_pending_request(hub, session, request, wanted, now_ms, stored=way == STORED)
-        copy = _make_outgoing(hub, request, wanted, ask, now_ms)
+            hub.pending.check_room(session)
+            pending = _make_pending_request(hub, session, request, wanted, now_ms, stored=way == STORED)
+        copy = _make_outgoing(hub, request, wanted, pending, now_ms)
         if way == DIRECT:
             assert recipient is not None
-            _deliver_direct(hub, session, request, recipient, wanted, copy, ask, seen, now_ms)
+            _deliver_direct(hub, session, request, recipient, wanted, copy, pending, seen, now_ms)
         elif way == STORED:
-            _store_in_mailbox(hub, session, request, wanted, copy, ask, seen, now_ms)
+            _store_in_mailbox(hub, session, request, wanted, copy, pending, seen, now_ms)
         else:
             _handle_unreachable(hub, session, request, wanted, copy, seen, now_ms)
     except HubError:
@@ -144,7 +144,7 @@ def check_duplicate(
 ) -> tuple[SeenMessages, SeenMessage] | None:
     """Remembers the message; None if it came before, and is answered as it was then. A repeat is counted as
     one, and as nothing else."""
-    known = hub.seen_of(session.path)
+    known = hub.seen_messages_of(session.path)
     found = known.get(request.id, now_ms)
     if found is None:
         # Only now: a repeat of what was accepted in time is told so, however late it comes.
@@ -159,17 +159,17 @@ def check_duplicate(
             )
         return known, known.add(request.id, now_ms, request.envelope.timestamp)
     hub.count("duplicates", "seen")
-    if found.let_go and found.finished and _wants_answer(request):
+    if found.answers_dropped and found.finished and _wants_answer(request):
         message = "this message was accepted before; its answer is no longer kept"
         raise HubError("unavailable", message, {"outcome": APPLIED}, retryable=False)
     hub.count("messages", f"{request.envelope.type[4:]}/repeated")
     for answer in found.answers if _wants_answer(request) else ():
-        hub.control(session, answer)
+        hub.send_control(session, answer)
     if not found.finished:
-        if not hub.asks.adopt(request.id, request.sender.path, session):
-            known.join(found, session)
-    elif not found.answers and session.answer is not None:
-        session.answer(b"")
+        if not hub.pending.reattach(request.id, request.sender.path, session):
+            known.add_waiter(found, session)
+    elif not found.answers and session.on_http_answer is not None:
+        session.on_http_answer(b"")
     return None
 
 
@@ -191,9 +191,9 @@ def mark_finished(seen: tuple[SeenMessages, SeenMessage]) -> None:
 
 
 def _check_policy(hub: Hub, session: Session, wanted: SendCommand, now_ms: int) -> None:
-    if hub.policy.may_send(session.actor, wanted.target):
+    if hub.policy.may_send(session.principal, wanted.target):
         return
-    if not hub.policy.may(session.actor, "discover"):
+    if not hub.policy.may(session.principal, "discover"):
         # Whoever may not look around does not learn who is there.
         raise unknown_actor(wanted.target)
     raise hub.denied(session, "send", "denied by policy", f"@({wanted.target})", now_ms)
@@ -220,12 +220,12 @@ def _make_pending_request(
         list(wanted.levels),
         wanted.expects_reply,
         requests.trace_metadata(request),
-        copy_id=new_id(now_ms),
+        message_id=new_id(now_ms),
     )
 
 
 def _make_outgoing(
-    hub: Hub, request: HubRequest, wanted: SendCommand, ask: PendingRequest | None, now_ms: int
+    hub: Hub, request: HubRequest, wanted: SendCommand, pending: PendingRequest | None, now_ms: int
 ) -> OutgoingMessage:
     sender = request.sender
     own = b'"forwarded":true,"via":%b,%b,"originalMessageId":%b' % (
@@ -233,12 +233,12 @@ def _make_outgoing(
         sender.original_from_member,
         msgspec.json.encode(request.id),
     )
-    if wanted.expects_reply and ask is not None:
-        own += b',"replyBy":%d' % ask.deadline_ms
+    if wanted.expects_reply and pending is not None:
+        own += b',"replyBy":%d' % pending.deadline_ms
     if request.verified:
         own += b',"verified":"hmac"'
     return OutgoingMessage(
-        new_id(now_ms) if ask is None else ask.copy_id,
+        new_id(now_ms) if pending is None else pending.message_id,
         sender,
         f"@({wanted.target})",
         wanted.type,
@@ -272,8 +272,8 @@ def _must_store(hub: Hub, found: Registration | None, wanted: SendCommand) -> bo
     """Durable actors are written to through their log, and so is whoever has to read on in it first."""
     if found is None or found.session is None:
         return True
-    box = hub.mailboxes.boxes.get(wanted.target)
-    if box is not None and (box.appends or not box.live):
+    queue = hub.mailboxes.queues.get(wanted.target)
+    if queue is not None and (queue.appends or not queue.is_caught_up):
         return True
     skips = wanted.durable is False and not wanted.asks
     return found.options.durable and not skips
@@ -285,26 +285,26 @@ def _store_in_mailbox(
     request: HubRequest,
     wanted: SendCommand,
     copy: OutgoingMessage,
-    ask: PendingRequest | None,
+    pending: PendingRequest | None,
     seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
     try:
         hub.mailboxes.check_room(wanted.target)
     except HubError as error:
-        if ask is not None:
+        if pending is not None:
             raise
         _write_dead_letter(hub, session, request, copy, error.code, seen, now_ms)
         return
-    if ask is not None:
-        ask.seen = seen
-        hub.asks.begin(ask)
+    if pending is not None:
+        pending.seen = seen
+        hub.pending.begin(pending)
 
     def refused(error: HubError, now_ms: int) -> None:
         seen[0].forget(request.id)
-        hub.refuse_request(session, request, error, now_ms)
+        hub.send_request_error(session, request, error, now_ms)
 
-    def outcome(settled: AppendOutcome, handed: bool) -> None:
+    def outcome(settled: AppendOutcome, delivered: bool) -> None:
         if settled.error is not None:
             hub.count("messages", "send/refused")
             return
@@ -313,12 +313,12 @@ def _store_in_mailbox(
             hub.count("messages", "send/repeated")
         else:
             hub.count("deliveries", "stored")
-            hub.count("messages", "send/delivered" if handed else "send/queued")
-        if ask is None:
+            hub.count("messages", "send/delivered" if delivered else "send/queued")
+        if pending is None:
             mark_finished(seen)
 
     hub.mailboxes.store(
-        wanted.target, copy, ask, now_ms, producer=wanted.producer, refused=refused, outcome=outcome
+        wanted.target, copy, pending, now_ms, producer=wanted.producer, refused=refused, outcome=outcome
     )
 
 
@@ -329,36 +329,36 @@ def _deliver_direct(
     recipient: Session,
     wanted: SendCommand,
     copy: OutgoingMessage,
-    ask: PendingRequest | None,
+    pending: PendingRequest | None,
     seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
     """Written to the connection; never touches the disk."""
-    hub.flow.check_paused(session, recipient)
+    hub.flow_control.check_paused(session, recipient)
     frame = copy.frame()
-    outcome = hub.flow.offer(recipient, frame, now_ms, session)
+    outcome = hub.flow_control.offer(recipient, frame, now_ms, session)
     if outcome in (SENT, WAITING):
         hub.count("messages", "send/delivered" if outcome == SENT else "send/queued")
-        hub.trace.note("accepted", copy, now_ms)
-        hub.trace.note("delivered", copy, now_ms)
-        if ask is None:
+        hub.trace.record("accepted", copy, now_ms)
+        hub.trace.record("delivered", copy, now_ms)
+        if pending is None:
             mark_finished(seen)
             return
-        ask.seen, ask.recipient_session = seen, recipient
-        hub.asks.begin(ask)
-        hub.asks.handed(ask, now_ms, waits=outcome == WAITING, processed=True)
+        pending.seen, pending.recipient_session = seen, recipient
+        hub.pending.begin(pending)
+        hub.pending.on_delivered(pending, now_ms, waits=outcome == WAITING, processed=True)
         return
     if outcome == FULL and hub.mailboxes.has(wanted.target):
-        _store_in_mailbox(hub, session, request, wanted, copy, ask, seen, now_ms)
+        _store_in_mailbox(hub, session, request, wanted, copy, pending, seen, now_ms)
         return
     if outcome not in (SLOW, FULL):
         _handle_unreachable(hub, session, request, wanted, copy, seen, now_ms)
         return
     reason = "consumer_slow" if outcome == SLOW else "resume_buffer_full"
-    hub.dead.write(reason, copy, now_ms)
+    hub.dead_letters.write(reason, copy, now_ms)
     if outcome == SLOW:
-        hub.flow.drop(recipient, len(frame), now_ms)
-    if ask is not None:
+        hub.flow_control.drop(recipient, len(frame), now_ms)
+    if pending is not None:
         raise HubError("consumer_slow", "the recipient does not keep up", {"actorAddress": copy.to})
     hub.count("messages", "send/dead")
     mark_finished(seen)
@@ -400,6 +400,6 @@ def _write_dead_letter(
             "reason": reason,
             "deadLetterOffset": settled.offset,
         }
-        hub.reply(session, request, "hub:undeliverable", payload, now_ms)
+        hub.send_reply(session, request, "hub:undeliverable", payload, now_ms)
 
-    hub.dead.write(reason, copy, now_ms, then=then if notices else None)
+    hub.dead_letters.write(reason, copy, now_ms, then=then if notices else None)

@@ -65,14 +65,14 @@ def identity_path(identity: Identity | None, claimed: str | None, fallback: str)
 
 def rename_session(hub: Hub, session: Session, path: str) -> None:
     """Changes the identity of a session, which only a server without authentication allows."""
-    assert hub.dev
+    assert hub.is_open
     hub.remove_identity(session)
-    session.actor = msgspec.structs.replace(session.actor, path=path)
+    session.principal = msgspec.structs.replace(session.principal, path=path)
     hub.add_identity(session)
 
 
 def may_send_as(session: Session, path: str) -> bool:
-    return path == session.actor.path or path in session.addresses
+    return path == session.principal.path or path in session.addresses
 
 
 def stamp_sender(hub: Hub, session: Session, claimed: str | None) -> Sender:

@@ -116,7 +116,7 @@ class HubService:
 
     def _bounds(self) -> list[RetentionBound]:
         """What the last looks found, once; what is still there is found again by the next round."""
-        bounds, self.hub.sweeping.bounds = self.hub.sweeping.bounds, {}
+        bounds, self.hub.sweep.bounds = self.hub.sweep.bounds, {}
         found: list[RetentionBound] = []
         for name, bound in bounds.items():
             stream = self.streams.find(name)
@@ -179,8 +179,8 @@ class HubService:
         telemetry.hub_rate_limited.each = counted("rate_limited")
         telemetry.hub_ws_closes.each = counted("ws_closes")
         telemetry.hub_from_rewritten.read = lambda: hub.counts[("from_rewritten", "")]
-        telemetry.hub_dropped.read = lambda: hub.flow.dropped
-        telemetry.hub_pauses.read = lambda: hub.flow.pauses
+        telemetry.hub_dropped.read = lambda: hub.flow_control.dropped
+        telemetry.hub_pauses.read = lambda: hub.flow_control.pauses
         telemetry.hub_sessions.read = lambda: len(hub.sessions)
         telemetry.hub_detached_sessions.read = lambda: sum(one.detached for one in hub.sessions.values())
         telemetry.hub_actors.each = lambda: _count_actors(hub)
@@ -188,9 +188,9 @@ class HubService:
         telemetry.hub_queue_messages.read = lambda: sum(one.outbox.messages for one in hub.sessions.values())
         telemetry.hub_queue_bytes.read = lambda: sum(one.outbox.bytes for one in hub.sessions.values())
         telemetry.hub_mailbox_lag.read = lambda: sum(
-            hub.mailboxes.summary(one)[0] for one in hub.sessions.values()
+            hub.mailboxes.session_lag(one)[0] for one in hub.sessions.values()
         )
-        telemetry.hub_asks_open.read = lambda: len(hub.asks)
+        telemetry.hub_asks_open.read = lambda: len(hub.pending)
 
 
 def _count_actors(hub: Hub) -> list[tuple[list[str], float]]:

@@ -54,10 +54,10 @@ class Outbox:
     What was decided and not written yet is `_decided`; what was written is the wire's to know.
     """
 
-    __slots__ = ("_decided", "_ends", "_pushed", "_rates", "_second", "messages_total", "wire")
+    __slots__ = ("_decided", "_ends", "_pushed", "_rates", "_second", "connection", "messages_total")
 
-    def __init__(self, wire: OutboundConnection = NO_CONNECTION) -> None:
-        self.wire = wire
+    def __init__(self, connection: OutboundConnection = NO_CONNECTION) -> None:
+        self.connection = connection
         self._decided = 0
         self._pushed = 0  # bytes, ever
         self._ends: list[int] = []  # where each message that may be unsent ends, counted in those
@@ -67,7 +67,7 @@ class Outbox:
 
     @property
     def bytes(self) -> int:
-        return self._decided + self.wire.unsent_bytes
+        return self._decided + self.connection.unsent_bytes
 
     @property
     def messages(self) -> int:
@@ -83,14 +83,16 @@ class Outbox:
             del ends[: bisect_right(ends, taken)]
         return len(ends)
 
-    def is_light(self, bytes_max: int, messages_max: int) -> bool:
+    def is_below(self, bytes_max: int, messages_max: int) -> bool:
         """Whether it certainly holds no more than this. If not, it may all the same: then it is counted."""
-        return len(self._ends) <= messages_max and self._decided + self.wire.unsent_bytes_most <= bytes_max
+        return (
+            len(self._ends) <= messages_max and self._decided + self.connection.unsent_bytes_most <= bytes_max
+        )
 
-    def push_if_light(self, size: int, bytes_max: int, messages_max: int) -> bool:
+    def push_if_below(self, size: int, bytes_max: int, messages_max: int) -> bool:
         """`push`, if `is_light`: both in one step, for messages that go to very many."""
         ends = self._ends
-        if len(ends) > messages_max or self._decided + self.wire.unsent_bytes_most > bytes_max:
+        if len(ends) > messages_max or self._decided + self.connection.unsent_bytes_most > bytes_max:
             return False
         pushed = self._pushed = self._pushed + size
         self._decided += size
@@ -145,55 +147,55 @@ class Session:
     """Owned by the loop thread. A connection that came back goes on with the session it had."""
 
     __slots__ = (
-        "actor",
         "addresses",
-        "answer",
-        "asked",
-        "boxes",
         "broadcasting",
         "closed_with",
+        "delivered",
         "detached_bytes",
         "detached_until_ms",
         "dropped",
         "errors",
         "expires_ms",
+        "expiry_notified",
         "features",
-        "feeders",
-        "frames_held",
-        "handed",
+        "held_frames",
         "id",
         "identity",
+        "malformed_times",
         "minute",
         "nonces",
+        "on_http_answer",
         "opened_ms",
         "outbox",
-        "overfull_since_ms",
-        "owner_of",
+        "over_limit_messages",
+        "over_limit_since_ms",
         "paused_by",
         "peer",
+        "principal",
+        "queues",
         "received",
+        "received_requests",
+        "recent_senders",
         "refreshed_ms",
         "registering",
-        "reserve",
+        "resume_buffer",
         "resume_token",
+        "sent_requests",
         "state",
-        "strikes",
         "subscriptions",
-        "told_expiring",
         "upgrade_token",
-        "waiting",
         "watches",
     )
 
-    def __init__(self, session_id: str, now_ms: int, wire: OutboundConnection = NO_CONNECTION) -> None:
+    def __init__(self, session_id: str, now_ms: int, connection: OutboundConnection = NO_CONNECTION) -> None:
         self.id = session_id
         self.state = CONNECTING
         self.identity: Identity = ANONYMOUS
-        self.actor: Principal = NO_PRINCIPAL
+        self.principal: Principal = NO_PRINCIPAL
         self.features: frozenset[str] = frozenset()
         self.peer = ""
         self.upgrade_token: str | None = None  # of the upgrade request, if the message has none
-        self.outbox = Outbox(wire)
+        self.outbox = Outbox(connection)
         self.opened_ms = now_ms
         self.closed_with: int | None = None
         # What it owns; the cost of its end depends on nothing else.
@@ -202,40 +204,40 @@ class Session:
         self.subscriptions: dict[str, TopicSubscription] = {}
         # None, here and below: there are ten thousand sessions, of which most never need it.
         self.watches: dict[str, PresenceWatch] | None = None
-        self.boxes: dict[str, None] = {}  # addresses whose feeds come to this session
-        self.asked: dict[str, None] = {}  # ids of the copies of its own asks
-        self.owner_of: dict[str, None] = {}  # ids of pending asks that went to this session
+        self.queues: dict[str, None] = {}  # addresses whose feeds come to this session
+        self.sent_requests: dict[str, None] = {}  # ids of the copies of its own asks
+        self.received_requests: dict[str, None] = {}  # ids of pending asks that went to this session
         # Coming back.
         self.resume_token: str | None = None
         self.detached_until_ms = 0
-        self.waiting: list[bytes] | None = None
+        self.resume_buffer: list[bytes] | None = None
         self.detached_bytes = 0
         # The token.
         self.expires_ms: int | None = None
-        self.told_expiring = False
+        self.expiry_notified = False
         self.refreshed_ms = 0
         self.nonces: dict[str, int] | None = None
         # Flow.
-        self.feeders: dict[Session, list[int]] | None = None  # who sent to it lately: [second, count]
+        self.recent_senders: dict[Session, list[int]] | None = None  # who sent to it lately: [second, count]
         self.paused_by: dict[Session, None] | None = None  # whom it was told to pause for
-        self.overfull_since_ms = 0
+        self.over_limit_since_ms = 0
         self.dropped = NOTHING_DROPPED  # count, bytes, since
-        self.reserve = 0
+        self.over_limit_messages = 0
         self.broadcasting = False
-        self.frames_held: list[bytes] | None = None
+        self.held_frames: list[bytes] | None = None
         # Trouble and counts.
-        self.strikes: tuple[int, ...] = ()
+        self.malformed_times: tuple[int, ...] = ()
         self.received = 0
-        self.handed = 0  # messages of others, not answers
+        self.delivered = 0  # messages of others, not answers
         self.errors = 0
         self.minute = MinuteCounters(now_ms, now_ms)
         # A request over HTTP has no connection to write to: its one answer goes here.
-        self.answer: Callable[[bytes], None] | None = None
+        self.on_http_answer: Callable[[bytes], None] | None = None
 
     @property
     def path(self) -> str:
         """The verified identity, as the path of an address."""
-        return self.actor.path
+        return self.principal.path
 
     @property
     def alive(self) -> bool:
@@ -245,29 +247,31 @@ class Session:
     def detached(self) -> bool:
         return self.detached_until_ms > 0
 
-    def strike(self, now_ms: int) -> int:
+    def count_malformed(self, now_ms: int) -> int:
         """Counts a frame that made no sense; how many there were within a minute."""
-        young = [at_ms for at_ms in self.strikes if at_ms > now_ms - MALFORMED_WINDOW_MS]
-        self.strikes = (*young, now_ms)
-        return len(self.strikes)
+        young = [at_ms for at_ms in self.malformed_times if at_ms > now_ms - MALFORMED_WINDOW_MS]
+        self.malformed_times = (*young, now_ms)
+        return len(self.malformed_times)
 
-    def fed_by(self, feeder: Session, now_ms: int) -> None:
+    def note_sender(self, sending: Session, now_ms: int) -> None:
         """Notes who sends here, so that it can be asked to wait."""
-        second, feeders = now_ms // 1000, self.feeders
-        noted = None if feeders is None else feeders.get(feeder)
+        second, recent_senders = now_ms // 1000, self.recent_senders
+        noted = None if recent_senders is None else recent_senders.get(sending)
         if noted is not None and noted[0] == second:
             noted[1] += 1
             return
-        if feeders is not None and len(feeders) >= SENDERS_TRACKED_MAX:
-            self.forget_feeders(now_ms)
-        if self.feeders is None:
-            self.feeders = {}
-        self.feeders[feeder] = [second, 1]
+        if recent_senders is not None and len(recent_senders) >= SENDERS_TRACKED_MAX:
+            self.expire_senders(now_ms)
+        if self.recent_senders is None:
+            self.recent_senders = {}
+        self.recent_senders[sending] = [second, 1]
 
-    def forget_feeders(self, now_ms: int) -> None:
+    def expire_senders(self, now_ms: int) -> None:
         """Those who have sent nothing for a second, so that nobody is kept who may be gone."""
-        young, known = now_ms // 1000 - 1, self.feeders or {}
-        self.feeders = {feeder: noted for feeder, noted in known.items() if noted[0] >= young} or None
+        young, known = now_ms // 1000 - 1, self.recent_senders or {}
+        self.recent_senders = {
+            sending: noted for sending, noted in known.items() if noted[0] >= young
+        } or None
 
 
 class MinuteCounters(msgspec.Struct, eq=False, gc=False):
@@ -282,7 +286,7 @@ class MinuteCounters(msgspec.Struct, eq=False, gc=False):
         passed = now_ms - self.began_ms
         if passed < MINUTE_MS:
             return
-        counts = (session.received, session.handed, session.errors)
+        counts = (session.received, session.delivered, session.errors)
         self.last = NO_COUNTS
         if passed < 2 * MINUTE_MS and counts != self.before:
             self.last = tuple(now - then for now, then in zip(counts, self.before, strict=True))

@@ -53,7 +53,7 @@ def check_signature(hub: Hub, session: Session, path: str, request: HubRequest, 
             raise HubError("invalid_signature", "this hub takes signed messages only")
         return
     if keys_of is None:
-        if hub.dev:
+        if hub.is_open:
             return  # nobody has a secret: there is nothing to hold it against
         raise HubError("invalid_signature", "this hub has no secret of yours")
     try:
@@ -102,16 +102,16 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         check_signature(hub, session, path, request, now_ms)
     except HubError as error:
         hub.audit(session, "refuse", error.code, error.message, now_ms)
-        hub.refuse_request(session, request, error, now_ms)
+        hub.send_request_error(session, request, error, now_ms)
         hub.close(session, 1008, error.code)
         return
     features = _shared_feature_set(frozenset(words) & FEATURES)
     resumed = _find_resumable(hub, request, path)
     if resumed is not None:
         _take_over_session(hub, session, resumed)
-        session.waiting, resumed.waiting = resumed.waiting, session.waiting
+        session.resume_buffer, resumed.resume_buffer = resumed.resume_buffer, session.resume_buffer
         session.detached_bytes = resumed.detached_bytes
-    session.identity, session.actor = identity, actor
+    session.identity, session.principal = identity, actor
     session.features = features
     session.upgrade_token = None
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
@@ -126,8 +126,8 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
     hub.audit(session, "connect", "", "resumed" if resumed is not None else "ok", now_ms)
     _send_connected(hub, session, request, resumed is not None, now_ms)
     if resumed is not None:
-        hub.flow.release(session)
-        hub.mailboxes.came_back(session, now_ms)
+        hub.flow_control.release(session)
+        hub.mailboxes.on_resumed(session, now_ms)
 
 
 def _client_capabilities(request: HubRequest) -> list[str]:
@@ -189,7 +189,7 @@ def _verify_token(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
 
 
 def _identity_path(hub: Hub, session: Session, request: HubRequest, identity: Identity) -> str:
-    verified = None if hub.dev else identity
+    verified = None if hub.is_open else identity
     try:
         return identity_path(verified, request.envelope.from_, f"anonymous/{session.id}")
     except HubError:
@@ -203,7 +203,7 @@ def _find_resumable(hub: Hub, request: HubRequest, path: str) -> Session | None:
     found = None if token is None else hub.by_resume.get(token)
     if found is None or not found.alive:
         return None
-    return found if found.path == path or hub.dev else None
+    return found if found.path == path or hub.is_open else None
 
 
 def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
@@ -226,12 +226,12 @@ def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
     session.watches, old.watches = old.watches, None
     for watch in (session.watches or {}).values():
         watch.session = session
-    session.boxes, old.boxes = old.boxes, {}
-    for path in session.boxes:
-        box = hub.mailboxes.boxes.get(path)
-        if box is not None:
-            box.session = session
-    hub.asks.moved(old, session)
+    session.queues, old.queues = old.queues, {}
+    for path in session.queues:
+        queue = hub.mailboxes.queues.get(path)
+        if queue is not None:
+            queue.session = session
+    hub.pending.transfer(old, session)
 
 
 def _close_oldest_sessions(hub: Hub, session: Session, now_ms: int) -> None:
@@ -250,7 +250,7 @@ def _close_oldest_sessions(hub: Hub, session: Session, now_ms: int) -> None:
 
 def send_disconnect(hub: Hub, session: Session, reason: str, message: str, now_ms: int, **more: Any) -> None:
     payload = {"reason": reason, "message": message, **more}
-    hub.notice(session, "hub:disconnect", payload, now_ms)
+    hub.send_notice(session, "hub:disconnect", payload, now_ms)
 
 
 def _send_connected(hub: Hub, session: Session, request: HubRequest, resumed: bool, now_ms: int) -> None:
@@ -275,7 +275,7 @@ def _send_connected(hub: Hub, session: Session, request: HubRequest, resumed: bo
         "tokenExpiresAt": session.expires_ms,
         "serverTime": now_ms,
     }
-    hub.reply(session, request, "hub:connected", payload, now_ms, msgspec.json.encode(metadata))
+    hub.send_reply(session, request, "hub:connected", payload, now_ms, msgspec.json.encode(metadata))
 
 
 def heartbeat(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
@@ -284,12 +284,12 @@ def heartbeat(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
         if found.renews_on_heartbeat and found.expires_ms > now_ms:
             registration.extend_registration(hub, found, now_ms)
     payload = {"timestamp": request.envelope.timestamp if said is None else said, "serverTime": now_ms}
-    hub.reply(session, request, "hub:heartbeat_ack", payload, now_ms)
+    hub.send_reply(session, request, "hub:heartbeat_ack", payload, now_ms)
 
 
 def disconnect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     payload = {"acknowledged": True, "sessionId": session.id, "cleanedUp": True}
-    hub.reply(session, request, "hub:disconnect", payload, now_ms)
+    hub.send_reply(session, request, "hub:disconnect", payload, now_ms)
     hub.close(session, 1000, "client_requested")
 
 
@@ -309,7 +309,7 @@ def refresh_token(hub: Hub, session: Session, request: HubRequest, now_ms: int) 
         )
     given = request.metadata.text("authToken") or request.payload.text("authToken")
     minted: str | None = None
-    if hub.dev:
+    if hub.is_open:
         identity = session.identity
     elif given is not None:
         identity = _verify_refreshed_token(hub, given, now_ms)
@@ -323,18 +323,18 @@ def refresh_token(hub: Hub, session: Session, request: HubRequest, now_ms: int) 
         if identity.actor_id == session.path:
             minted = hub.options.mint(identity, MINTED_TOKEN_S)
             identity = _verify_refreshed_token(hub, minted, now_ms)
-    if not hub.dev and identity.actor_id != session.path:
+    if not hub.is_open and identity.actor_id != session.path:
         hub.audit(session, "refresh", "", "other identity", now_ms)
         details = {"action": "refresh", "reason": "the token is another identity's"}
         raise HubError("unauthorized", "the token is another identity's", details)
-    session.identity, session.actor = identity, principal_from_identity(identity, session.path)
+    session.identity, session.principal = identity, principal_from_identity(identity, session.path)
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
-    session.told_expiring = False
+    session.expiry_notified = False
     session.refreshed_ms = now_ms
     hub.audit(session, "refresh", "", "ok", now_ms)
     payload = {"tokenExpiresAt": session.expires_ms, "expiresAt": session.expires_ms, "token": minted}
-    hub.reply(session, request, "hub:token_refreshed", payload, now_ms)
-    hub.flow.release(session)
+    hub.send_reply(session, request, "hub:token_refreshed", payload, now_ms)
+    hub.flow_control.release(session)
     hub.mailboxes.on_room(session, now_ms)
 
 
@@ -356,8 +356,8 @@ def socket_closed(hub: Hub, session: Session, code: int, now_ms: int) -> None:
     resumable = "resume" in session.features and session.state == CONNECTED and not hub.draining
     if resumable and code not in (1000, 1001):
         session.detached_until_ms = now_ms + hub.limits.hub_resume_window_ms
-        session.outbox.wire = NO_CONNECTION
-        hub.flow.ended(session, now_ms)
+        session.outbox.connection = NO_CONNECTION
+        hub.flow_control.ended(session, now_ms)
         return
     end_session(hub, session, now_ms)
 
@@ -371,15 +371,15 @@ def end_session(hub: Hub, session: Session, now_ms: int) -> None:
     if session.resume_token is not None:
         hub.by_resume.pop(session.resume_token, None)
     hub.remove_identity(session)
-    hub.dead.session_ended(session, now_ms)
-    hub.flow.ended(session, now_ms)
-    hub.asks.session_ended(session, now_ms)
+    hub.dead_letters.session_ended(session, now_ms)
+    hub.flow_control.ended(session, now_ms)
+    hub.pending.session_ended(session, now_ms)
     hub.topics.session_ended(session)
     hub.presence.session_ended(session)
-    for path in tuple(session.boxes):
+    for path in tuple(session.queues):
         hub.mailboxes.leave(path, session)
     registration.release_addresses(hub, session, now_ms)
-    session.frames_held = None
+    session.held_frames = None
 
 
 # -- time ------------------------------------------------------------------------------------------------
@@ -390,7 +390,9 @@ def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
     if session.state == CONNECTING:
         if now_ms - session.opened_ms >= hub.limits.hub_connect_ms:
             details = {"action": "connect", "reason": "not_connected"}
-            hub.refuse(session, HubError("unauthorized", "hub:connect did not come in time", details), now_ms)
+            hub.send_error(
+                session, HubError("unauthorized", "hub:connect did not come in time", details), now_ms
+            )
             hub.close(session, 1008, "not_connected")
         return
     if session.state == DISCONNECTING:
@@ -400,15 +402,15 @@ def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
             end_session(hub, session, now_ms)
         return
     session.minute.roll(session, now_ms)
-    hub.flow.on_second(session, now_ms)
+    hub.flow_control.on_second(session, now_ms)
     if session.expires_ms is None:
         return
     remaining = session.expires_ms - now_ms
-    if remaining <= TOKEN_GRACE_MS and not session.told_expiring:
-        session.told_expiring = True
+    if remaining <= TOKEN_GRACE_MS and not session.expiry_notified:
+        session.expiry_notified = True
         if "token-refresh" in session.features:
             payload = {"tokenExpiresAt": session.expires_ms, "remaining": max(0, remaining)}
-            hub.notice(session, "hub:token_expiring", payload, now_ms)
+            hub.send_notice(session, "hub:token_expiring", payload, now_ms)
     if in_token_grace(session, now_ms) and -remaining >= TOKEN_GRACE_MS:
         disconnect_unauthorized(hub, session, "the token has expired", now_ms)
 
@@ -426,7 +428,7 @@ def disconnect_unauthorized(hub: Hub, session: Session, reason: str, now_ms: int
 def disconnect_denied(hub: Hub, now_ms: int) -> None:
     """Whoever holds an address that it could not register any more is sent away."""
     for session in tuple(hub.sessions.values()):
-        if not all(hub.policy.may_register(session.actor, path) for path in session.addresses):
+        if not all(hub.policy.may_register(session.principal, path) for path in session.addresses):
             disconnect_unauthorized(hub, session, "the rules have changed", now_ms)
 
 

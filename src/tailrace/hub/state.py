@@ -95,7 +95,7 @@ class Hub:
         self.by_identity: dict[str, dict[Session, None]] = {}
         self.by_resume: dict[str, Session] = {}
         self.draining = False
-        self.unwritten = False  # something is written in batches, and somebody has to see to it
+        self.has_unflushed = False  # something is written in batches, and somebody has to see to it
         self.counts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._seq = 0
         self.sender = hub_sender(options.address)
@@ -107,18 +107,18 @@ class Hub:
         self.registry = Registry()
         self.trace = MessageTrace(self, options.trace)
         self.rates = RateLimiter(limits, policy)
-        self.flow = FlowControl(self)
+        self.flow_control = FlowControl(self)
         self.presence = PresenceWatches(self)
-        self.convoys = BroadcastBatching(self)
-        self.dead = DeadLetters(self)
-        self.asks = PendingRequests(self)
+        self.broadcasts = BroadcastBatching(self)
+        self.dead_letters = DeadLetters(self)
+        self.pending = PendingRequests(self)
         self.mailboxes = Mailboxes(self)
-        self.burials = RejectedMessages(self)
+        self.rejected = RejectedMessages(self)
         self.topics = Topics(self)
-        self.sweeping = HubSweep(self)
+        self.sweep = HubSweep(self)
 
     @property
-    def dev(self) -> bool:
+    def is_open(self) -> bool:
         """No authentication on this server."""
         return self.options.verify is None
 
@@ -148,15 +148,15 @@ class Hub:
             self.sender, to, kind, payload, now_ms, new_id(now_ms), correlation_id, metadata
         )
 
-    def control(self, session: Session, frame: bytes) -> None:
+    def send_control(self, session: Session, frame: bytes) -> None:
         """Replies, errors and notices: never dropped, but whoever lets too many lie is sent away."""
-        if session.answer is not None:
-            session.answer(frame)
+        if session.on_http_answer is not None:
+            session.on_http_answer(frame)
             return
         if session.state not in (CONNECTED, "connecting"):
             return
         if session.detached:
-            self.flow.keep(session, frame)
+            self.flow_control.buffer_for_resume(session, frame)
             return
         limits = self.limits
         outbox, bytes_max, messages_max = (
@@ -164,18 +164,18 @@ class Hub:
             limits.hub_outbound_bytes,
             limits.hub_outbound_messages,
         )
-        if not outbox.is_light(bytes_max, messages_max) and (
+        if not outbox.is_below(bytes_max, messages_max) and (
             outbox.bytes > bytes_max or outbox.messages > messages_max
         ):
-            session.reserve += 1
-            if session.reserve > RESERVE_MESSAGES:
+            session.over_limit_messages += 1
+            if session.over_limit_messages > RESERVE_MESSAGES:
                 self.close(session, CLOSE_SLOW_CONSUMER, "the connection takes nothing")
                 return
         else:
-            session.reserve = 0
-        self.write(session, frame)
+            session.over_limit_messages = 0
+        self.send_frame(session, frame)
 
-    def write(self, session: Session, frame: bytes) -> None:
+    def send_frame(self, session: Session, frame: bytes) -> None:
         session.outbox.push(len(frame))
         self.effects.append(Send(session, frame))
 
@@ -187,7 +187,7 @@ class Hub:
         session.closed_with = code
         self.effects.append(Close(session, code, reason))
 
-    def reply(
+    def send_reply(
         self,
         session: Session,
         request: HubRequest,
@@ -205,15 +205,15 @@ class Hub:
             correlation_id=request.id,
             metadata=requests.trace_metadata(request) if metadata is None else metadata,
         )
-        self.control(session, frame)
+        self.send_control(session, frame)
         return frame
 
-    def notice(self, session: Session, kind: str, payload: dict[str, Any], now_ms: int) -> None:
+    def send_notice(self, session: Session, kind: str, payload: dict[str, Any], now_ms: int) -> None:
         """Something that nobody asked for in particular."""
         to = f"@({session.path or 'anonymous'})"
-        self.control(session, self.encode(to, kind, msgspec.json.encode(payload), now_ms))
+        self.send_control(session, self.encode(to, kind, msgspec.json.encode(payload), now_ms))
 
-    def refuse(
+    def send_error(
         self,
         session: Session,
         error: HubError,
@@ -226,7 +226,7 @@ class Hub:
         session.errors += 1
         path = session.path or "anonymous"
         frame = self.error_frame(path, error, now_ms, request_id=request_id, trace=trace)
-        self.control(session, frame)
+        self.send_control(session, frame)
         return frame
 
     def error_frame(
@@ -243,8 +243,10 @@ class Hub:
         kind, payload = encode_error(error)
         return self.encode(f"@({path})", kind, payload, now_ms, correlation_id=request_id, metadata=trace)
 
-    def refuse_request(self, session: Session, request: HubRequest, error: HubError, now_ms: int) -> bytes:
-        return self.refuse(
+    def send_request_error(
+        self, session: Session, request: HubRequest, error: HubError, now_ms: int
+    ) -> bytes:
+        return self.send_error(
             session, error, now_ms, request_id=request.id, trace=requests.trace_metadata(request)
         )
 
@@ -259,7 +261,7 @@ class Hub:
         """Who did what to whom, for operators."""
         self.effects.append(Append(AUDIT_STREAM, _audit_record(session, event, obj, result, now_ms, path)))
 
-    def seen_of(self, path: str) -> SeenMessages:
+    def seen_messages_of(self, path: str) -> SeenMessages:
         """What an identity has sent lately."""
         found = self._seen.get(path)
         if found is None:
@@ -278,7 +280,7 @@ class Hub:
         """Identities of which it is known what they sent lately."""
         return self._seen
 
-    def forget_seen(self, path: str, now_ms: int) -> None:
+    def expire_seen(self, path: str, now_ms: int) -> None:
         """An identity that sent nothing for a while costs nothing."""
         found = self._seen.get(path)
         if found is not None:
@@ -286,7 +288,7 @@ class Hub:
             if not len(found) and found.floor_ms < 0:
                 del self._seen[path]
 
-    def go_on(self, session: Session, now_ms: int) -> None:
+    def resume_frames(self, session: Session, now_ms: int) -> None:
         """Frames of a session that waited for its broadcast are looked at next."""
         self.ready.append(session)
 
@@ -306,11 +308,11 @@ class Hub:
         record = _audit_record(session, "denied", obj, action, now_ms)
         return DeniedError(f"{action}: {reason}", details, record)
 
-    def refuse_denied(self, session: Session, request: HubRequest, error: DeniedError) -> None:
+    def send_denied(self, session: Session, request: HubRequest, error: DeniedError) -> None:
         """Told when it is in the audit, or cannot be: nobody goes on from an attempt that left no trace."""
 
         def recorded(_: AppendOutcome, now_ms: int) -> None:
-            self.refuse_request(session, request, error, now_ms)
+            self.send_request_error(session, request, error, now_ms)
 
         self.append(Append(AUDIT_STREAM, error.record, recorded))
 

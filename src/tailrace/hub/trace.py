@@ -28,7 +28,7 @@ class MessageTrace:
         self._mode = mode
         self._records: list[bytes] = []
 
-    def note(
+    def record(
         self,
         event: str,
         copy: OutgoingMessage,
@@ -44,7 +44,7 @@ class MessageTrace:
             return
         metadata = requests.parse_metadata(copy)
         correlation = NULL if copy.correlation_id is None else _quoted(copy.correlation_id)
-        record = (
+        encoded = (
             b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,%b,"to":%b,'
             b'"kind":"%b","topic":%b,"type":%b,"bytes":%d,"sentAt":%d,"stream":%b,"offset":%b,"shard":"%b"'
             % (
@@ -68,7 +68,7 @@ class MessageTrace:
             )
         )
         ending = b"}" if reason is None else b',"reason":%b}' % _quoted(reason)
-        self.add(record + ending)
+        self.add(encoded + ending)
 
     @property
     def is_on(self) -> bool:
@@ -77,7 +77,7 @@ class MessageTrace:
 
     def add(self, record: bytes) -> None:
         self._records.append(record)
-        self._hub.unwritten = True
+        self._hub.has_unflushed = True
         if len(self._records) >= BATCH_RECORDS:
             self.flush()
 
