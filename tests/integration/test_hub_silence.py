@@ -69,7 +69,7 @@ def test_what_comes_after_the_goodbye_to_a_silent_session_waits_for_it(start_ser
     with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as silent:
         silent.sendall(_hello("@(t/silent)", "resume") + frame(ws.TEXT, json.dumps(REGISTER).encode()))
         received = b""
-        while b"no sign of life" not in received:
+        while b"heartbeat_timeout" not in received:
             received += silent.recv(65536)
         told = sender.ask("hub:send", {"to": "@(t/silent)", "type": "late", "data": 1})
     assert told["payload"]["status"] == "queued"

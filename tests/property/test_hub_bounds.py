@@ -158,9 +158,9 @@ def test_h20_answers_are_bounded_in_bytes_and_their_messages_stay_known() -> Non
     assert [entry.answers_dropped for entry in entries] == [True] * 90 + [False] * 10
     assert seen.floor_ms == -1
     unfinished = seen.add("u", 0, 0)
-    assert [seen.add_waiter(unfinished, number) for number in range(WAITERS_MAX + 1)] == [True] * WAITERS_MAX + [
-        False
-    ]
+    assert [seen.add_waiter(unfinished, number) for number in range(WAITERS_MAX + 1)] == [
+        True
+    ] * WAITERS_MAX + [False]
     for _ in range(50):  # an answer in many parts is no way around it
         assert len(seen.answer(unfinished, b"x" * 1000, final=False)) == WAITERS_MAX
         assert seen.answer_bytes <= 10_000

@@ -10,7 +10,7 @@ import pytest
 from support.hub_world import HUB, START_MS, World
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
-from tailrace.hub.decide import ITEMS_PER_TURN
+from tailrace.hub.decide import ITEMS_PER_SLICE
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 
@@ -576,7 +576,7 @@ def test_queue_stats_and_metrics_are_the_callers_own() -> None:
 
 def test_a_tick_looks_at_so_many_sessions_then_others_have_their_turn() -> None:
     world = World()
-    actors = [world.actor(f"@(t/a{number})") for number in range(2 * ITEMS_PER_TURN + 1)]
+    actors = [world.actor(f"@(t/a{number})") for number in range(2 * ITEMS_PER_SLICE + 1)]
     for number, actor in enumerate(actors):
         world.say(actor, "hub:send", {"to": "@(t/a0)", "type": "t", "data": number})
     ends = len(actors) - 1
@@ -584,8 +584,8 @@ def test_a_tick_looks_at_so_many_sessions_then_others_have_their_turn() -> None:
     world.now += 10 * 60_000
     world.run(decide.tick(world.hub, world.now))
     looked_at = [actor.minute.began_ms > actor.opened_ms for actor in actors]
-    assert looked_at == [number < ITEMS_PER_TURN for number in range(len(actors))]
-    assert len(list(world.hub.senders)) == len(actors) - ITEMS_PER_TURN
+    assert looked_at == [number < ITEMS_PER_SLICE for number in range(len(actors))]
+    assert len(list(world.hub.senders)) == len(actors) - ITEMS_PER_SLICE
     world.lose(actors[ends])
     while world.turn():
         pass

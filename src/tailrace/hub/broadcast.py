@@ -1,12 +1,8 @@
-"""Handler of hub:broadcast: batches of recipients, several broadcasts in step.
+"""Handler of `hub:broadcast`, and the batching of broadcasts that are in progress.
 
-Broadcasts of one session that are under way: one after the other, or side by side if they go to the same.
-
-A connection that is given two copies in one turn of the loop is written to once. So broadcasts that follow
-each other closely, to the same recipients, go in step: none overtakes the one before it, and once they are
-abreast, all together have as many copies in a turn as one alone would have.
-
-`hub:broadcast`: one message to everybody who is registered, or to those that a pattern picks.
+A broadcast is delivered in batches of recipients, with other work between the batches. Broadcasts of one
+session run in order. One that follows closely and has the same recipients joins those before it: it never
+overtakes them, and a connection that gets several copies in one batch is written to once.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
 
 BATCH_RECIPIENTS: Final = 100
 CONCURRENT_BROADCASTS_MAX: Final = 4
-# Whoever comes later than this waits: those in front would have to wait for it.
+# A broadcast that starts later than this waits: joining would delay those before it.
 JOIN_RECIPIENTS_MAX: Final = 3 * BATCH_RECIPIENTS
 BROADCAST_TYPE: Final = "hub:broadcast"
 
@@ -53,10 +49,10 @@ _decode_type: Final = msgspec.json.Decoder(_TypeOnly).decode
 class BroadcastBatching:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._under_way: dict[Session, list[ActiveBroadcast]] = {}  # in the order in which they were accepted
+        self._under_way: dict[Session, list[ActiveBroadcast]] = {}  # in order of acceptance
 
     def accepts(self, session: Session, frame: bytes) -> bool:
-        """Whether a message may be looked at although the broadcast before it is under way."""
+        """Whether a frame may be processed while a broadcast of its session is in progress."""
         line = self._under_way.get(session)
         if not line or len(line) >= CONCURRENT_BROADCASTS_MAX or line[0].place > JOIN_RECIPIENTS_MAX:
             return False
@@ -71,22 +67,22 @@ class BroadcastBatching:
             broadcast.is_joined = True
             self._hub.count("messages", "broadcast/ok")
             if line[0].place <= BATCH_RECIPIENTS:
-                # It came right behind: what it says first is written with what was said before it.
+                # Close behind: its first copies are written together with those of the one before.
                 broadcast.deliver(line[0].place, now_ms)
 
     def remove(self, broadcast: ActiveBroadcast, now_ms: int) -> None:
-        """It came to nothing."""
+        """The broadcast failed."""
         self._under_way[broadcast.session].remove(broadcast)
         self._next(broadcast.session, now_ms)
 
     def send_batch(self, session: Session, now_ms: int) -> None:
-        """The next batch, then a turn for the others."""
+        """Delivers the next batch, then yields to other work."""
         failpoints.reached("hub.before_batch")
         line = self._under_way[session]
         abreast = [line[0], *takewhile(lambda one: one.is_joined, line[1:])]
         room = BATCH_RECIPIENTS
         for before, one in pairwise(abreast):
-            # Whoever joined late catches up first.
+            # Broadcasts that joined late catch up first.
             room -= one.deliver(min(room, before.place - one.place), now_ms)
         if room == BATCH_RECIPIENTS:
             for one in abreast:
@@ -105,7 +101,7 @@ class BroadcastBatching:
             self._hub.resume_frames(session, now_ms)
 
     def _next(self, session: Session, now_ms: int) -> None:
-        """None of those that go side by side is left."""
+        """All joined broadcasts are done: starts the next one, or resumes the session."""
         line = self._under_way[session]
         if line:
             line[0].begin(now_ms)
@@ -129,7 +125,7 @@ PROGRESS_MS: Final = 100
 
 
 class ActiveBroadcast:
-    """One broadcast under way. Others are served between its batches: see `convoys`."""
+    """One broadcast in progress; BroadcastBatching decides when its next batch is due."""
 
     __slots__ = (
         "_copy",
@@ -180,7 +176,7 @@ class ActiveBroadcast:
 
     @property
     def is_direct(self) -> bool:
-        """It touches no disk."""
+        """Whether nothing of it is stored."""
         return not self._stored
 
     @property
@@ -220,7 +216,7 @@ class ActiveBroadcast:
         hub.broadcasts.send_batch(self.session, now_ms)
 
     def deliver(self, most: int, now_ms: int) -> int:
-        """To the next recipients, and how many they are."""
+        """Delivers to at most `most` further recipients, and returns how many."""
         batch = self.recipients[self.place : self.place + most]
         self.place += len(batch)
         self._deliver(batch, now_ms)
@@ -277,7 +273,7 @@ class ActiveBroadcast:
                 hub.flow_control.drop(recipient, size, now_ms)
 
     def _deliver_stored(self, found: Registration, now_ms: int) -> None:
-        """It is in the log: whoever is at the end of it gets it now, others when they come to it."""
+        """The broadcast is in the log: a queue that is caught up gets it now, others when they read it."""
         queue = self._hub.mailboxes.queues.get(found.path)
         if queue is None or queue.session is None:
             self._set_cursor(found.path)
@@ -292,7 +288,7 @@ class ActiveBroadcast:
             self.queued += 1
 
     def _set_cursor(self, path: str) -> None:
-        """Somebody away begins here if it never read a broadcast: it is not to go before."""
+        """Gives an offline actor without a cursor its start, so that the entry is not trimmed before."""
         cursors = self._hub.mailboxes.cursors
         if cursors.get(path, BROADCAST_STREAM) is None:
             cursors.set(path, BROADCAST_STREAM, Cursor(self.entry - 1, self.entry - 1))

@@ -1,11 +1,7 @@
 """Dead letters: undeliverable and rejected messages, with the reason.
 
-Dead letters: which message could not be delivered, and why. Nothing vanishes without a count.
-
-Rejected messages on their way to the dead letters.
-
-A position may pass a message only when its letter is durable, or a crash in between would lose it without a
-trace. Whoever rejects waits for the letter; whoever rejects it meanwhile waits for the same letter.
+The cursor of a mailbox may pass a rejected message only when its dead letter is durable: a crash in between
+would lose the message. Concurrent rejections of one message wait for the same letter.
 """
 
 from __future__ import annotations
@@ -32,11 +28,11 @@ if TYPE_CHECKING:
 DEAD_LETTERS_STREAM: Final = "hub/dead-letters"
 LETTERS_PER_SECOND_MAX: Final = 100  # of one identity; beyond, equal ones are merged
 MERGED_MAX: Final = 10_000
-WAITING_BYTES_MAX: Final = 2**30  # it was let in before
+WAITING_BYTES_MAX: Final = 2**30  # checked when it was accepted
 
 
 class DeadLetter(msgspec.Struct, rename="camel"):
-    """One entry of the stream."""
+    """One entry of hub/dead-letters."""
 
     id: str
     reason: str
@@ -73,7 +69,7 @@ class DeadLetters:
         trace: Any = None,
         then: Callable[[AppendOutcome, int], None] | None = None,
     ) -> None:
-        """Off the path. Accepted messages are never merged; others are, once there are too many."""
+        """Accepted messages are never merged; others are merged above the rate limit."""
         self._hub.count("dead_letters", reason)
         self._hub.trace.record("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
         letter = DeadLetter(
@@ -120,7 +116,7 @@ class DeadLetters:
         )
 
     def session_ended(self, session: Session, now_ms: int) -> None:
-        """What waited for a client that did not come back."""
+        """Dead-letters the resume buffer of a client that did not reconnect."""
         waiting, session.resume_buffer = session.resume_buffer, None
         for frame in waiting or ():
             copy = outgoing_from_envelope(parse_envelope(frame, WAITING_BYTES_MAX))
@@ -129,7 +125,7 @@ class DeadLetters:
         session.detached_bytes = 0
 
     def flush(self) -> None:
-        """What was merged is written; each second anew."""
+        """Writes the merged letters, once a second."""
         for letter in self._merged.values():
             self._append(letter)
         self._merged.clear()
@@ -146,7 +142,7 @@ class RejectedMessages:
     def dead_letter(
         self, queue: DeliveryQueue, feed: Feed, entries: set[int], then: RejectedCallback, now_ms: int
     ) -> None:
-        """`then` is told once, when all letters are durable or one cannot be written."""
+        """Calls `then` once, when all letters are durable or one cannot be written."""
         left = set(entries)
         if not left:
             then(None, now_ms)
@@ -178,7 +174,7 @@ class RejectedMessages:
                 each(result.error, now_ms)
 
         def found(page: ReadResult, now_ms: int) -> None:
-            """The whole message goes into the letter, so it has to be read. One that was trimmed is gone."""
+            """Reads the whole message for its letter. A trimmed one has none."""
             if page.error is not None and page.error.code != "offset_gone":
                 settled(AppendOutcome(error=page.error), now_ms)
                 return

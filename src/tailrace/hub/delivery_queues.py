@@ -1,8 +1,6 @@
 """Delivery queues of actors and groups over streams, and their committed cursors.
 
-Committed positions: how far each actor is in each of its streams. They only grow.
-
-What actors, and groups of them, are fed from: mailboxes, the broadcasts, durable topics.
+A queue reads one feed per stream: the mailbox, the broadcasts, durable topics. Cursors never move back.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ NEVER_WRITTEN: Final = -1
 
 
 class Cursor(msgspec.Struct, eq=False):
-    """Entries, not offsets: within the life of a stream both say the same."""
+    """Positions as entry numbers, equivalent to offsets within one stream."""
 
     committed: int = 0
-    delivered: int = 0  # the last that was handed over; after a restart those up to it are redelivered
+    delivered: int = 0  # the last that was delivered; after a restart entries up to it are redelivered
     read_upto: int = 0  # by the actor itself
-    # Entries up to here may have been handed over by a process that died before it could write that down.
+    # Entries up to here may have been delivered by a process that crashed before recording it.
     maybe_delivered_upto: int = 0
-    moved_ms: int = 0  # when it was last moved, to the second
-    acknowledged: set[int] = set()  # beyond the committed position, done with one by one
+    moved_ms: int = 0  # last change, to the second
+    acknowledged: set[int] = set()  # beyond the committed position, committed singly
 
     def advance(self) -> None:
-        """As far as there is no gap, what was passed one by one is committed."""
+        """Moves the committed position over acknowledged entries up to the first gap."""
         while self.committed + 1 in self.acknowledged:
             self.committed += 1
         self.acknowledged = {entry for entry in self.acknowledged if entry > self.committed}
@@ -55,33 +53,33 @@ class Cursor(msgspec.Struct, eq=False):
 
 
 class CursorRecord(msgspec.Struct, rename="camel", omit_defaults=True):
-    """What the log keeps of one. `passed` are runs of entries, the first and the last of each."""
+    """A cursor in hub/cursors/0. `passed` are runs of entries, first and last of each."""
 
     committed: str
     delivered: str
     moved_at: int = 0
     passed: list[tuple[int, int]] = []
-    read: str | None = None  # if the actor itself read beyond what was handed to it
+    read: str | None = None  # if the actor itself read beyond what was delivered
 
 
 class Cursors:
-    """All of them are in memory; changes are written in batches, a commit that is answered at once."""
+    """All cursors, in memory. Changes are written in batches, explicit commits at once."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._cursors: dict[str, dict[str, Cursor]] = {}  # by owner, then by stream
         self._dirty: dict[tuple[str, str], int] = {}
         self._moved = 0
-        self._holders: dict[str, set[str]] = {}  # owners, of streams that many read
+        self._holders: dict[str, set[str]] = {}  # owners, by shared stream
         self.now_ms = 0  # as of the last second
-        # When each was last written, oldest first: what the log keeps is always younger.
+        # When each was last written, oldest first: rewritten before the log's retention ends.
         self._written: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def get(self, path: str, stream: str) -> Cursor | None:
         return self._cursors.get(path, {}).get(stream)
 
     def set(self, path: str, stream: str, cursor: Cursor, *, restored: bool = False) -> None:
-        """One from the log may be there since long, and is written again soon."""
+        """Restored cursors may be old, and are rewritten soon."""
         self._cursors.setdefault(path, {})[stream] = cursor
         cursor.moved_ms = cursor.moved_ms or self.now_ms
         if not stream.startswith(MAILBOX_PREFIX):
@@ -89,7 +87,7 @@ class Cursors:
         self._written.setdefault((path, stream), 0 if restored else NEVER_WRITTEN)
 
     def remove(self, path: str, stream: str) -> None:
-        """Of a stream that is not there: it says nothing."""
+        """Removes the cursor of a stream that does not exist, without an event."""
         self._pop(path, stream)
 
     def _pop(self, path: str, stream: str) -> bool:
@@ -110,12 +108,12 @@ class Cursors:
         return list(self._cursors.get(path, ()))
 
     def holders(self, stream: str) -> Iterator[Cursor]:
-        """Everybody who reads a stream that is not a mailbox."""
+        """The cursors of all readers of a shared stream."""
         for path in self._holders.get(stream, ()):
             yield self._cursors[path][stream]
 
     def delete(self, path: str, stream: str) -> None:
-        """Its stream is gone."""
+        """Removes the cursor of a deleted stream, with an event."""
         if self._pop(path, stream):
             self._hub.append(
                 Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode())
@@ -138,7 +136,7 @@ class Cursors:
         self._moved = 0
 
     def rewrite_old(self, now_ms: int) -> None:
-        """Positions that did not move for long, a few at a time. Once a second."""
+        """Rewrites cursors that have not moved for long, a few per second."""
         self.now_ms = now_ms
         for (path, stream), at_ms in list(islice(self._written.items(), DIRTY_MAX)):
             if at_ms != NEVER_WRITTEN and now_ms - at_ms < CURSOR_REWRITE_MS:
@@ -150,7 +148,7 @@ class Cursors:
                 self._hub.has_unflushed = True
 
     def commit(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None]) -> None:
-        """Written at once: somebody waits for it."""
+        """Writes the cursor at once, for a client that waits."""
         self._dirty.pop((path, stream), None)
         self._append(path, stream, then)
 
@@ -172,7 +170,7 @@ class Cursors:
 
 
 def to_ranges(entries: Iterable[int]) -> list[tuple[int, int]]:
-    """Numbers as runs: most of them follow each other."""
+    """Entry numbers as runs (first, last)."""
     found: list[tuple[int, int]] = []
     for entry in sorted(entries):
         if found and found[-1][1] == entry - 1:
@@ -183,7 +181,7 @@ def to_ranges(entries: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def cursor_key(path: str, stream: str) -> str:
-    """How the log names a position."""
+    """The key of a cursor event."""
     return f"@({path}) {stream}"
 
 
@@ -199,7 +197,7 @@ def _encode_cursor_event(path: str, stream: str, record: CursorRecord | None) ->
 MAILBOX, BROADCAST, TOPIC = "mailbox", "broadcast", "topic"
 BROADCAST_STREAM: Final = "hub/broadcast/0"
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
-# How far a group goes beyond its oldest message that is not committed: what lies between is written down.
+# Distance of a group's reads from its oldest uncommitted entry: entries in between are in its cursor record.
 GROUP_WINDOW_MAX: Final = 4096
 
 DEFAULT_OPTIONS: Final = DeliveryOptions()
@@ -208,7 +206,7 @@ HasRoom = Callable[[Session], bool]
 
 
 class BroadcastEntry(msgspec.Struct, rename="camel"):
-    """One broadcast in its stream: who it was for is part of it."""
+    """One broadcast in its stream, with its recipients."""
 
     message: Raw
     recipients: list[str]
@@ -220,16 +218,16 @@ decode_broadcast: Final = msgspec.json.Decoder(BroadcastEntry).decode
 
 
 class InFlightEntry(msgspec.Struct, eq=False, gc=False):
-    """An entry that was handed over and is not committed."""
+    """An entry that was delivered and is not committed."""
 
-    due_ms: int  # when it is handed over again
+    due_ms: int  # when it is redelivered
     size: int
     copy: OutgoingMessage  # without its payload
     holder: GroupMember | None = None  # of a group
 
 
 class PrefetchedEntry(msgspec.Struct, eq=False, gc=False):
-    """An entry that was read and is not handed over."""
+    """An entry that was read and is not delivered."""
 
     entry: int
     time_ns: int
@@ -239,7 +237,7 @@ class PrefetchedEntry(msgspec.Struct, eq=False, gc=False):
 
 
 class Feed:
-    """One stream as one box reads it."""
+    """One stream as one queue reads it."""
 
     __slots__ = (
         "cursor",
@@ -262,8 +260,8 @@ class Feed:
         self.cursor = cursor
         self.topic = ""
         self.subscription_id: str | None = None
-        self.sent = cursor.committed  # the last entry that was handed over, or passed over
-        self.delivered_before = cursor.delivered  # up to here an earlier session may have it
+        self.sent = cursor.committed  # the last entry that was delivered or skipped
+        self.delivered_before = cursor.delivered  # up to here an earlier session may have received it
         self.in_flight: dict[int, InFlightEntry] = {}
         self.in_flight_bytes = 0
         self.deliveries: dict[int, int] = {}  # of entries that are not committed
@@ -278,7 +276,7 @@ class Feed:
             flight.holder.bytes += flight.size
 
     def remove_in_flight(self, entry: int) -> None:
-        """It is in flight no more, whatever became of it."""
+        """The entry is committed, skipped or requeued."""
         flight = self.in_flight.pop(entry, None)
         if flight is not None:
             self.in_flight_bytes -= flight.size
@@ -287,7 +285,7 @@ class Feed:
                 flight.holder.bytes -= flight.size
 
     def commit_upto(self, upto: int) -> None:
-        """These are committed: nothing of them is in flight any more."""
+        """Entries up to `upto` are committed."""
         for entry in [entry for entry in self.in_flight if entry <= upto]:
             self.remove_in_flight(entry)
         for entry in [entry for entry in self.deliveries if entry <= upto]:
@@ -299,14 +297,14 @@ class Feed:
                 self.prefetched.popleft()
 
     def requeue(self, entries: list[int]) -> None:
-        """These are handed over again, to whoever is next."""
+        """These entries are delivered again."""
         for entry in entries:
             self.remove_in_flight(entry)
         self.sent = min(self.sent, min(entries) - 1)
         self.prefetched.clear()
 
     def rewind(self) -> None:
-        """What is not committed is handed over again."""
+        """Everything not committed is delivered again."""
         self.sent = self.cursor.committed
         self.prefetched.clear()
         for entry in list(self.in_flight):
@@ -325,11 +323,11 @@ class DeliveryQueue:
         self.session: Session | None = None
         self.options = DEFAULT_OPTIONS
         self.appends = 0  # being committed
-        self.is_caught_up = True  # everything durable was handed over: what comes next can be, at once
+        self.is_caught_up = True  # every durable entry was delivered: a new one can be delivered directly
 
     @property
     def address(self) -> str:
-        """Whom the next message is for."""
+        """The recipient of the next message."""
         return f"@({self.path})"
 
     @property
@@ -342,17 +340,17 @@ class DeliveryQueue:
 
     @property
     def has_session(self) -> bool:
-        """Whether somebody is there, or away for a moment."""
+        """Whether a session, connected or resumable, reads this queue."""
         return self.session is not None
 
     @property
     def is_pushed(self) -> bool:
-        """Whether what comes is given to somebody who is there."""
+        """Whether new entries are pushed to a session."""
         return self.session is not None and self.options.push
 
     @property
     def commits_single(self) -> bool:
-        """Whether a message can be done with before those that came before it."""
+        """Whether entries are committed singly, out of order."""
         return self.options.manual
 
     def serves(self, session: Session) -> bool:
@@ -368,7 +366,7 @@ class DeliveryQueue:
         return held >= IN_FLIGHT_BYTES_MAX or self.in_flight() >= self.options.max_in_flight
 
     def is_ready(self, has_room: HasRoom, *, at_once: bool = False) -> bool:
-        """Whether the next message can be handed over; `at_once`, even if others wait in the connection."""
+        """Whether the next message can be delivered; `at_once`: even after unsent messages."""
         session = self.session
         if session is None or not self.options.push or self.is_full():
             return False
@@ -429,7 +427,7 @@ class GroupQueue(DeliveryQueue):
         return any(member.subscription.session is session for member in self.members)
 
     def is_ready(self, has_room: HasRoom, *, at_once: bool = False) -> bool:
-        """Chooses the member with the fewest messages in flight, then in turn."""
+        """Chooses the member with the fewest messages in flight, then round robin."""
         self._turn += 1
         best: GroupMember | None = None
         for place in range(len(self.members)):
@@ -448,7 +446,7 @@ class GroupQueue(DeliveryQueue):
         return True
 
     def leave(self, subscription: TopicSubscription) -> None:
-        """What a member had in its hands goes to the others."""
+        """Requeues what the member had in flight."""
         for member in [one for one in self.members if one.subscription is subscription]:
             self.members.remove(member)
             self._requeue(member)
@@ -456,7 +454,7 @@ class GroupQueue(DeliveryQueue):
                 self.chosen = self.session = None
 
     def resumed(self, session: Session) -> None:
-        """What was on its way to a connection that broke may not have come."""
+        """Requeues what was in flight on a broken connection."""
         for member in self.members:
             if member.subscription.session is session:
                 self._requeue(member)
@@ -470,5 +468,5 @@ class GroupQueue(DeliveryQueue):
 
 
 def group_queue_path(group: str, topics: str) -> str:
-    """What stands for a durable group where an actor has its path. No address looks like this."""
+    """The path of a durable group's queue. It is never a valid address."""
     return f"_group/{quote(group, safe='')}/{topics}"

@@ -1,16 +1,8 @@
 """Fast path for plain sends: direct relay, and mailbox append with spliced frames.
 
-The way of most messages: a plain send, written as clients write it.
-
-It is decoded once, and taken apart no further. A tell to an actor that is there comes to the same as on the
-way of all others, in fewer steps: nothing is made of it but the frame for the recipient. What is not quite
-plain goes the other way, as if nobody had looked.
-
-The short way to a mailbox: a plain send to a durable actor, with or without `ack: accepted`.
-
-It comes to the same as on the way of all others: one entry, one record of the trace, one answer when the
-entry is durable. All three are spliced from what messages of one sender to one recipient have in common.
-What is not quite plain goes the other way, as if nobody had looked.
+Most messages are a plain `hub:send` in the form that clients write. The frame is decoded once; what all
+messages between two addresses share is encoded once and cached. The result is equivalent to the general path
+(`decide`, `send`). Functions return None, without side effects, for a message that needs the general path.
 """
 
 from __future__ import annotations
@@ -56,7 +48,7 @@ class _Payload(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """All eleven members, none of which asks for anything in particular."""
+    """All eleven members, without options that need the general path."""
 
     id: Name
     from_: str = msgspec.field(name="from")
@@ -75,7 +67,7 @@ class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         return self.pattern == "tell" and self.payload.ack is None
 
     def request(self, frame: bytes) -> HubRequest | None:
-        """For the way of all others, which need not look again what is wanted. None if that is nonsense."""
+        """The request for the general path, already parsed; None if the target is invalid."""
         payload = self.payload
         try:
             target = parse_address(payload.to)
@@ -98,8 +90,8 @@ class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 _decode_plain_send: Final = msgspec.json.Decoder(PlainSend).decode
-# What a frame has beside the texts that vary. It is as long as that and those together only if each member
-# comes once, without space around it, and all texts are plain ASCII: then they can be copied as they are.
+# The length of a frame's fixed parts. A frame has that length plus its values only if each member
+# occurs once, without whitespace, and all strings are ASCII without escapes: they can be copied.
 _FIXED_BYTES: Final = len(
     b'{"id":"","from":"","to":"","type":"hub:send","payload":{"to":"","type":"","data":},"pattern":"",'
     b'"correlationId":null,"timestamp":1234567890123,"metadata":{},"ttl":null,"signature":null}'
@@ -110,7 +102,7 @@ _DEEP_BYTES: Final = (DEPTH_MAX - 1) * len(b'{"":}')
 
 
 class Route(msgspec.Struct, eq=False, gc=False):
-    """What all copies from one address to another have in common."""
+    """The parts that all messages from one address to another share."""
 
     sender: Sender  # as claimed, until may_send_plain has checked it
     target: str
@@ -137,7 +129,7 @@ def route_between(via: bytes, claimed: str, to: str) -> Route | None:
 
 
 def parse_plain_send(frame: bytes) -> PlainSend | None:
-    """The message, if it is such a one."""
+    """The message, if it has the plain form."""
     try:
         plain = _decode_plain_send(frame)
     except (msgspec.MsgspecError, RecursionError):
@@ -156,7 +148,7 @@ def parse_plain_send(frame: bytes) -> PlainSend | None:
 
 
 def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now_ms: int) -> Send | None:
-    """What goes to the recipient of a plain tell of so many bytes. If it is None, nothing has happened."""
+    """Relays a plain tell of `size` bytes to its connected recipient."""
     if hub.options.verify is not None and abs(now_ms - tell.timestamp) > REPLAY_WINDOW_MS:
         return None
     identifier, payload = tell.id, tell.payload
@@ -171,7 +163,7 @@ def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now
     if not hub.rates.may_send(identity, size, now_ms):
         seen.forget(identifier)
         return None
-    # Joining takes half the time of formatting, here and wherever a message is spliced.
+    # Joining takes half the time of formatting.
     copy = b"".join(
         (
             b'{"id":"',
@@ -201,7 +193,7 @@ def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now
 
 
 def _is_valid_text(frame: bytes, data: int) -> bool:
-    """UTF-8, and not too deep. Where there is little data without lists, nothing has to be counted."""
+    """UTF-8 within the depth limit. Short data without lists needs no counting."""
     if frame.isascii() and b"[" not in frame and (data < _DEEP_BYTES or frame.count(b"{") <= DEPTH_MAX):
         return True
     try:
@@ -212,7 +204,7 @@ def _is_valid_text(frame: bytes, data: int) -> bool:
 
 
 def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
-    """Whether there is nothing about the sender or the rules that has to be looked at closer."""
+    """Whether sender and policy allow the send without the general path."""
     actor = session.principal
     if not may_send_as(session, route.sender.path):
         return False
@@ -226,7 +218,7 @@ def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> boo
 
 
 def _find_recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Session | None:
-    """Who gets it, if there is nothing about sender, recipient or rules that has to be looked at closer."""
+    """The recipient's session, if sender, recipient and policy allow direct delivery."""
     target = route.target
     found = hub.registry.by_path.get(target)
     if found is None or found.expires_ms <= now_ms or found.options.durable:
@@ -250,7 +242,7 @@ def _find_recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Se
 
 
 class _StoreFragments(msgspec.Struct, frozen=True, gc=False):
-    """What is said of all entries from one address to another."""
+    """The parts of acknowledgements and trace records that two addresses share."""
 
     stream: str
     key: bytes
@@ -278,9 +270,9 @@ def _store_fragments(hub_sender: Sender, sender: Sender, target: str) -> _StoreF
 
 
 class _PendingStore(msgspec.Struct, eq=False, gc=False):
-    """One message on its way to the disk, and what follows when it is there.
+    """One message that is being appended, and what follows when it is durable.
 
-    The log holds it until then and nobody after: it is part of no cycle.
+    Only the log refers to it, so it is not part of a reference cycle.
     """
 
     hub: Hub
@@ -299,7 +291,7 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
     pending: PendingRequest | None
 
     def settled(self, settled: AppendOutcome, now_ms: int) -> None:
-        """Durable: acknowledged first, then handed over to whoever is there."""
+        """The message is durable: acknowledges it, then delivers it if the recipient is connected."""
         hub, queue = self.hub, self.queue
         queue.appends -= 1
         if settled.error is not None:
@@ -377,7 +369,7 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
         )
 
     def _copy(self) -> OutgoingMessage:
-        """As the way of all others makes it, for one who is there to get it."""
+        """The same outgoing message as the general path makes."""
         plain, route = self.plain, self.route
         return OutgoingMessage(
             self.message_id,
@@ -393,9 +385,9 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
 def store_plain_send(
     hub: Hub, session: Session, plain: PlainSend, frame: bytes, now_ms: int
 ) -> Append | None:
-    """The entry for the mailbox of the recipient. If it is None, nothing has happened."""
+    """Appends a plain send to the mailbox of a durable recipient."""
     if plain.pattern == "ask" and plain.payload.ack is None:
-        return None  # it asks to hear of the delivery
+        return None  # it wants a delivery acknowledgement
     if hub.options.verify is not None and abs(now_ms - plain.timestamp) > REPLAY_WINDOW_MS:
         return None
     payload, identifier = plain.payload, plain.id
@@ -428,17 +420,9 @@ def store_plain_send(
     message_id, seq = new_id(now_ms), hub.next_seq(now_ms)
     pending: PendingRequest | None = None
     if asks:
-        deadline_ms = now_ms + hub.limits.hub_ask_ms
+        deadline_ms, path = now_ms + hub.limits.hub_ask_ms, route.sender.path
         pending = PendingRequest(
-            identifier,
-            session,
-            route.sender.path,
-            route.target,
-            deadline_ms,
-            ["accepted"],
-            False,
-            b"{}",
-            message_id,
+            identifier, session, path, route.target, deadline_ms, ["accepted"], False, b"{}", message_id
         )
         pending.seen = (known, seen)
         hub.pending.begin(pending)

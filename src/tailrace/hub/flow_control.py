@@ -1,8 +1,7 @@
 """Delivery to connections: back-pressure, pause and resume, fan-out of one message to many.
 
-Flow control: what a connection is given while it takes too little, and who is asked to wait.
-
-One message to many connections: what its copies share is encoded once, and each is written once.
+A recipient above the pause threshold pauses its recent senders; above the outbound limit, messages are
+dropped and counted; a connection that stays there is closed.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ if TYPE_CHECKING:
 
 
 PAUSED_SENDERS_MAX: Final = 64
+SLOW_CONSUMER: Final = "the client does not read its messages"
 SENT, WAITING, SLOW, GONE, FULL = "sent", "waiting", "slow", "gone", "full"
 
 
 class FlowControl:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._pausing: dict[Session, list[Session]] = {}  # recipients, and whom they were told to wait for
+        self._pausing: dict[Session, list[Session]] = {}  # recipients, and the senders they pause
         self.pauses = 0
         self.dropped = 0
 
-    # -- handing over ----------------------------------------------------------------------------------
+    # -- delivering ------------------------------------------------------------------------------------
 
     def offer(
         self,
@@ -40,7 +40,7 @@ class FlowControl:
         *,
         mode: str = "direct",
     ) -> str:
-        """A message to a session. What becomes of it if it is not taken is the caller's business."""
+        """Sends a message to a session; the caller handles every outcome but SENT."""
         if session.state != CONNECTED:
             return GONE
         if session.detached_until_ms or (session.expires_ms is not None and now_ms >= session.expires_ms):
@@ -62,7 +62,7 @@ class FlowControl:
         return SENT
 
     def _is_over_limit(self, session: Session, now_ms: int) -> bool:
-        """Whether nothing more fits. Before it comes to that, those who send are asked to pause."""
+        """Whether the outbound limit is reached. Below it, above the threshold, senders are paused."""
         limits, outbox = self._hub.limits, session.outbox
         held = outbox.bytes
         if not held:
@@ -77,7 +77,7 @@ class FlowControl:
         return False
 
     def has_room(self, session: Session, now_ms: int) -> bool:
-        """Whether what is read from the log may go on: below the mark at which others are told to resume."""
+        """Whether log reads may be pushed: below the threshold at which senders resume."""
         if not session.alive or session.detached or in_token_grace(session, now_ms):
             return False
         limits = self._hub.limits
@@ -87,7 +87,7 @@ class FlowControl:
         )
 
     def buffer_for_resume(self, session: Session, frame: bytes) -> bool:
-        """In memory, for a session whose client is away for a moment."""
+        """Buffers a frame for a disconnected session that may resume. False if the buffer is full."""
         limits = self._hub.limits
         waiting = session.resume_buffer
         if waiting is None:
@@ -102,13 +102,13 @@ class FlowControl:
         return True
 
     def release(self, session: Session) -> None:
-        """The client is back: what waited comes first."""
+        """The session was resumed: sends its buffered frames."""
         waiting, session.resume_buffer, session.detached_bytes = session.resume_buffer, None, 0
         for frame in waiting or ():
             self._hub.send_frame(session, frame)
 
     def drop(self, session: Session, size: int, now_ms: int) -> None:
-        """A message was not handed over; its recipient is told how many, as soon as it takes anything."""
+        """Counts a dropped message; the recipient is notified when it has room."""
         count, size_before, since_ms = session.dropped
         session.dropped = (count + 1, size_before + size, since_ms if count else now_ms)
         self.dropped += 1
@@ -140,7 +140,7 @@ class FlowControl:
             self._hub.send_notice(sending, "hub:pause", payload, now_ms)
 
     def on_drain(self, session: Session, now_ms: int) -> None:
-        """Whoever waited for this one goes on, once enough was taken."""
+        """Resumes paused senders and reads once the outbox is below half the threshold."""
         limits = self._hub.limits
         held = session.outbox.bytes
         messages = session.outbox.messages
@@ -171,10 +171,10 @@ class FlowControl:
             self._hub.send_error(session, HubError("consumer_slow", "messages were dropped", payload), now_ms)
 
     def check_paused(self, sending: Session, recipient: Session) -> None:
-        """Whoever goes on although it was told to wait is refused, once nothing more fits."""
+        """Refuses a paused sender while the recipient is over its limit."""
         if sending.paused_by and recipient in sending.paused_by and recipient.over_limit_since_ms:
             details = {"retryAfter": 1000, "kind": "send", "reason": "paused"}
-            raise HubError("rate_limited", "the recipient has to catch up first", details)
+            raise HubError("rate_limited", "the recipient is too slow: wait for hub:resume", details)
 
     def ended(self, session: Session, now_ms: int) -> None:
         """A recipient that leaves resumes its producers; a producer that leaves is forgotten."""
@@ -197,9 +197,9 @@ class FlowControl:
             self._hub.limits.hub_stall_ms
         )
         if stalled:
-            told = {"reason": "slow_consumer", "message": "the connection takes nothing"}
-            self._hub.send_notice(session, "hub:disconnect", told, now_ms)
-            self._hub.close(session, 1013, "the connection takes nothing")
+            payload = {"reason": "slow_consumer", "message": SLOW_CONSUMER}
+            self._hub.send_notice(session, "hub:disconnect", payload, now_ms)
+            self._hub.close(session, 1013, SLOW_CONSUMER)
 
     def stats(self, session: Session) -> dict[str, Any]:
         limits, hub = self._hub.limits, self._hub
@@ -224,7 +224,7 @@ def session_targets(session: Session) -> list[str]:
 
 
 def in_token_grace(session: Session, now_ms: int) -> bool:
-    """Its token has expired and it may still bring another: until then deliveries wait."""
+    """Whether the token has expired and may still be refreshed: deliveries wait."""
     return session.expires_ms is not None and now_ms >= session.expires_ms
 
 
@@ -234,9 +234,9 @@ Recipient = tuple[Session, str]  # and the path of the address that the copy is 
 def send_to_many(
     hub: Hub, sending: Session, shared: SharedEnvelope, recipients: list[Recipient], now_ms: int
 ) -> list[Recipient]:
-    """Copies for all who can take one at once. The others are given back, and have been given nothing.
+    """Sends to all recipients that have room, and returns the others, which got nothing.
 
-    It does what `Flow.offer` does for one, in one loop: that runs for every copy of every message.
+    The same as `FlowControl.offer` in one loop, because it runs for every copy of every message.
     """
     left: list[Recipient] = []
     for begin in range(0, len(recipients), ID_RUN_MAX):

@@ -1,4 +1,4 @@
-"""`hub:mailbox_read`, `hub:mailbox_commit`, and the end of a mailbox."""
+"""Handlers of `hub:mailbox_read` and `hub:mailbox_commit`, and deletion of mailboxes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 LIMIT_DEFAULT: Final = 100
 READ_BYTES: Final = 512 * 1024
-ENTRIES_MAX: Final = 1000  # that one commit names
+ENTRIES_MAX: Final = 1000  # of one commit
 
 
 def authorised_path(hub: Hub, session: Session, request: HubRequest, action: str, now_ms: int) -> str:
-    """The address a mailbox command is about: the caller's own, or any for an administrator."""
+    """The address of a mailbox command: the caller's own, or any for an administrator."""
     text = request.payload.text("actorAddress")
     path = request.sender.path if text is None else parse_address(text)
     if path in session.addresses or (
@@ -54,7 +54,7 @@ def authorised_path(hub: Hub, session: Session, request: HubRequest, action: str
 
 
 def _find_feed(hub: Hub, session: Session, path: str, request: HubRequest) -> tuple[DeliveryQueue, Feed]:
-    """The stream that is meant: the mailbox, or another one that the actor is fed from."""
+    """The feed that the request names: the mailbox, or another one of the actor."""
     wanted = request.payload.text("stream")
     shared = _find_group_feed(hub, session, request.payload.text("subscriptionId"), wanted)
     if shared is not None:
@@ -70,13 +70,13 @@ def _find_feed(hub: Hub, session: Session, path: str, request: HubRequest) -> tu
             feed = hub.mailboxes.feed(queue, stream, TOPIC)
             feed.topic, feed.subscription_id = topic, subscription_id
             return queue, feed
-    raise field_error("stream", "the actor is not fed from this stream")
+    raise field_error("stream", "the actor does not read this stream")
 
 
 def _find_group_feed(
     hub: Hub, session: Session, subscription_id: str | None, wanted: str | None
 ) -> tuple[DeliveryQueue, Feed] | None:
-    """A stream of a durable group that the session takes part in."""
+    """A feed of a durable group that the session is a member of."""
     mine = None if subscription_id is None else session.subscriptions.get(subscription_id)
     if mine is None or not mine.durable or mine.group is None:
         return None
@@ -84,7 +84,7 @@ def _find_group_feed(
     stream = topic_stream(mine.filter.text) if wanted is None else wanted
     feed = queue.feeds.get(stream)
     if feed is None:
-        raise field_error("stream", "the group is not fed from this stream")
+        raise field_error("stream", "the group does not read this stream")
     return queue, feed
 
 
@@ -99,7 +99,7 @@ def _resolve_offset(hub: Hub, stream: str, text: str) -> int:
 
 
 def read_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """Reading moves nothing, but what was read may be committed."""
+    """Reading does not move the cursor, but what was read may be committed."""
     path = authorised_path(hub, session, request, "mailbox_read", now_ms)
     queue, feed = _find_feed(hub, session, path, request)
     hub.mailboxes.release(queue)
@@ -128,12 +128,12 @@ def read_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -
         if found.error is not None:
             error = to_hub_error(found.error)
             earliest = hub.streams.offset(stream, hub.streams.earliest(stream))
-            told = HubError(error.code, error.message, {"earliestOffset": earliest})
-            hub.send_request_error(session, request, told, now_ms)
+            response = HubError(error.code, error.message, {"earliestOffset": earliest})
+            hub.send_request_error(session, request, response, now_ms)
             return
         cursor = feed.cursor
         if found.next_entry > max(cursor.read_upto, cursor.delivered):
-            # Written down soon, so that it can be committed after a restart too.
+            # Stored with the cursor, so that it can be committed after a restart too.
             cursor.read_upto = found.next_entry
             hub.mailboxes.cursors.mark_dirty(queue.path, stream)
         _send_messages(hub, session, request, path, feed, found, now_ms)
@@ -155,7 +155,7 @@ def _since_ns(request: HubRequest) -> int | None:
             return int(datetime.fromisoformat(found).timestamp() * 1e9)
         except ValueError:
             pass
-    raise field_error("since", "since is a time in ms, or of RFC 3339")
+    raise field_error("since", "since must be Unix milliseconds or an RFC 3339 timestamp")
 
 
 def _send_messages(
@@ -179,7 +179,7 @@ def _send_messages(
         "stream": stream,
         "messages": messages,
         "nextOffset": streams.offset(stream, found.next_entry),
-        # Null where there is no such stream: an empty mailbox is something else than none.
+        # Null if there is no such stream, which differs from an empty mailbox.
         "committed": None if known is None else streams.offset(stream, feed.cursor.committed),
         "earliestOffset": None if known is None else streams.offset(stream, streams.earliest(stream)),
         "upToDate": found.next_entry >= tail,
@@ -197,7 +197,7 @@ _rejects_decoder: Final = msgspec.json.Decoder(list[RejectedEntry])
 
 
 class CommitRequest(NamedTuple):
-    """What a commit says: everything up to an entry, single ones, and those that nobody can process."""
+    """A commit: everything up to an entry, single entries, and rejected ones."""
 
     upto: int
     entries: set[int]
@@ -210,23 +210,23 @@ def _read_commit(hub: Hub, queue: DeliveryQueue, feed: Feed, request: HubRequest
     try:
         rejects = _rejects_decoder.decode(b"[]" if raw is None or bytes(raw) == b"null" else raw)
     except msgspec.MsgspecError:
-        raise field_error("reject", "reject is a list of offsets with reasons") from None
+        raise field_error("reject", "reject must be a list of objects with offset and reason") from None
     if len(rejects) > ENTRIES_MAX or len(texts) > ENTRIES_MAX:
-        raise field_error("offsets", f"at most {ENTRIES_MAX} entries are named at once")
+        raise field_error("offsets", f"offsets and reject must have at most {ENTRIES_MAX} entries")
     if text is None and not rejects and not texts:
         raise field_error("offset", "offset is missing")
     if texts and not queue.commits_single:
-        raise field_error("offsets", "single entries are committed with commit manual, or in a durable group")
+        raise field_error("offsets", "offsets needs commit manual or a durable group")
     bound = max(feed.cursor.delivered, feed.cursor.read_upto, feed.sent)
     if isinstance(queue, GroupQueue) and text is not None:
-        text, texts = None, [*texts, text]  # the members commit each for themselves
+        text, texts = None, [*texts, text]  # each member commits for itself
     upto = feed.cursor.committed if text is None else _resolve_delivered(hub, feed, text, bound)
     entries = {_resolve_delivered(hub, feed, one, bound) for one in texts}
     return CommitRequest(upto, entries, {_resolve_delivered(hub, feed, one.offset, bound) for one in rejects})
 
 
 def commit_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """Never backwards, never past what was delivered or read; answered when it is durable."""
+    """Never moves back or past what was delivered or read; the response follows when it is durable."""
     path = authorised_path(hub, session, request, "mailbox_commit", now_ms)
     queue, feed = _find_feed(hub, session, path, request)
     given = _read_commit(hub, queue, feed, request)
@@ -250,7 +250,7 @@ def commit_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int)
 
 
 def _apply_commit(hub: Hub, queue: DeliveryQueue, feed: Feed, given: CommitRequest, now_ms: int) -> None:
-    """The position goes on, and what it passes is in flight no more."""
+    """Moves the cursor, and removes committed entries from flight."""
     upto, entries, rejected = given
     for entry, flight in feed.in_flight.items():
         if (entry <= upto or entry in entries) and entry not in rejected:
@@ -300,7 +300,7 @@ def _resolve_delivered(hub: Hub, feed: Feed, text: str, bound: int) -> int:
 
 
 def remove_mailbox(hub: Hub, path: str) -> None:
-    """Ends a mailbox; what is left in it becomes dead letters first."""
+    """Deletes a mailbox, after dead-lettering what is left in it."""
     stream = mailbox_stream(path)
     if hub.streams.tail(stream) is None:
         return

@@ -1,4 +1,4 @@
-"""Mailboxes: messages that wait in a stream until their actor has them. Pushed from the log, in its order."""
+"""Mailboxes: messages are appended to a stream, then pushed to the owner in log order."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 PAGE_ENTRIES: Final = 100
 PAGE_BYTES: Final = 256 * 1024
 TRACE_KIND_BY_FEED: Final = {MAILBOX: "send", BROADCAST: "broadcast", TOPIC: "publish"}
-STORED_BYTES_MAX: Final = 2**30  # what is in a stream was let in before
+STORED_BYTES_MAX: Final = 2**30  # checked when it was accepted
 
 RefusedCallback = Callable[[HubError, int], None]
-StoredCallback = Callable[[AppendOutcome, bool], None]  # and whether it was handed over at once
+StoredCallback = Callable[[AppendOutcome, bool], None]  # and whether it was delivered at once
 
 
 class Mailboxes:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self.queues: dict[str, DeliveryQueue] = {}
-        self.first_entries: dict[str, int] = {}  # by stream that many read: its first entry of this process
+        self.first_entries: dict[str, int] = {}  # by shared stream: its first entry of this process
         self.cursors = Cursors(hub)
-        self._to_release: dict[DeliveryQueue, None] = {}  # nobody is there, but more may come in a moment
+        self._to_release: dict[DeliveryQueue, None] = {}  # without a session; released at the next tick
 
     # -- finding ---------------------------------------------------------------------------------------
 
     def has(self, path: str) -> bool:
-        """Whether messages for this address can wait."""
+        """Whether this address has a mailbox."""
         queue = self.queues.get(path)
         if queue is not None and (queue.appends or queue.options.durable):
             return True
@@ -81,12 +81,12 @@ class Mailboxes:
         return queue
 
     def feed(self, queue: DeliveryQueue, stream: str, kind: str, *, begin: int = 0) -> Feed:
-        """The feed from a stream; `begin` if it never had one."""
+        """The feed of a stream; `begin` is the position of a new one."""
         found = queue.feeds.get(stream)
         if found is None:
             cursor = self.cursors.get(queue.path, stream)
             if cursor is None:
-                # What an earlier process appended it may have handed over, too.
+                # An earlier process may have delivered what it appended.
                 cursor = Cursor(begin, begin, maybe_delivered_upto=self._inherited(stream, kind))
                 self.cursors.set(queue.path, stream, cursor)
                 if begin:
@@ -108,7 +108,7 @@ class Mailboxes:
     # -- owners ----------------------------------------------------------------------------------------
 
     def attach(self, found: Registration, session: Session, now_ms: int) -> None:
-        """The owner of an address is online: what waits for it is pushed."""
+        """The owner of an address is online: pushes its mailbox."""
         path, hub = found.path, self._hub
         if not (found.options.durable or self.has(path)):
             return
@@ -118,7 +118,7 @@ class Mailboxes:
             hub.effects.append(CreateStream(stream))
         queue = self.open(path)
         queue.options = found.options
-        # Broadcasts name whom they are for. Whoever was here before begins where it was, or at the beginning.
+        # Broadcast entries name their recipients. A known mailbox starts at its cursor, or at the beginning.
         begin = (hub.streams.tail(BROADCAST_STREAM) or 0) if is_new else 0
         self.feed(queue, BROADCAST_STREAM, BROADCAST, begin=begin)
         self.assign_session(queue, session)
@@ -126,7 +126,7 @@ class Mailboxes:
         self.deliver_next(queue, now_ms)
 
     def assign_session(self, queue: DeliveryQueue, session: Session) -> None:
-        """From here on the feeds of an actor come to this session."""
+        """Pushes the feeds of an actor to this session from here on."""
         if queue.session is session:
             return
         if queue.session is not None:
@@ -137,7 +137,7 @@ class Mailboxes:
             feed.rewind()
 
     def on_resumed(self, session: Session, now_ms: int) -> None:
-        """A session was resumed: what it did not commit is handed over again."""
+        """A session was resumed: redelivers what it did not commit."""
         for path in tuple(session.queues):
             queue = self.queues.get(path)
             if queue is not None and queue.serves(session):
@@ -150,7 +150,7 @@ class Mailboxes:
                 self.deliver_next(queue, now_ms)
 
     def leave(self, path: str, session: Session) -> None:
-        """The owner is gone; its cursors stay."""
+        """The owner is offline; its cursors stay."""
         queue = self.queues.get(path)
         if queue is not None and queue.session is session:
             queue.session = None
@@ -160,7 +160,7 @@ class Mailboxes:
             self.release(queue)
 
     def leave_group(self, found: TopicSubscription) -> None:
-        """A member is gone; what it had goes to the others, and without any it waits."""
+        """A member left; what it had in flight is requeued for the others."""
         assert found.group is not None
         queue = self.queues.get(group_queue_path(found.group, found.filter.text))
         if not isinstance(queue, GroupQueue):
@@ -171,7 +171,7 @@ class Mailboxes:
         self.release(queue)
 
     def release(self, queue: DeliveryQueue) -> None:
-        """Nobody is here, and nothing is on its way: the cursors remember enough."""
+        """Drops a queue without session and pending appends: its cursors are enough to rebuild it."""
         waits = queue.has_session or queue.appends or any(feed.deliveries for feed in queue.feeds.values())
         if not waits and self.queues.get(queue.path) is queue:
             del self.queues[queue.path]
@@ -180,7 +180,7 @@ class Mailboxes:
                     self.cursors.remove(queue.path, stream)
 
     def release_later(self, queue: DeliveryQueue) -> None:
-        """Lets go of it a moment later: where one message is kept, another often follows."""
+        """Releases a queue without session at the next tick: another append often follows."""
         if queue.session is None:
             self._to_release[queue] = None
         else:
@@ -189,13 +189,13 @@ class Mailboxes:
     # -- storing ---------------------------------------------------------------------------------------
 
     def is_full(self, queue: DeliveryQueue) -> bool:
-        """Whether a mailbox takes nothing more before some of it is committed."""
+        """Whether the mailbox is at its limit of entries or bytes."""
         assert queue.mailbox is not None
         limits, streams, stream = self._hub.limits, self._hub.streams, queue.mailbox.stream
         tail = streams.tail(stream) or 0
         waiting = tail - queue.mailbox.cursor.committed + queue.appends
         size = streams.size_bytes(stream)
-        if waiting < tail:  # those that are not durable yet count, and their bytes are in the size already
+        if waiting < tail:  # includes entries that are not durable yet; the size includes their bytes
             size = size * waiting // tail
         return waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes
 
@@ -216,7 +216,7 @@ class Mailboxes:
         refused: RefusedCallback | None = None,
         outcome: StoredCallback | None = None,
     ) -> None:
-        """Appends, then delivers: nobody sees a message before it is durable."""
+        """Appends, then delivers: no message is visible before it is durable."""
         hub = self._hub
         queue = self.open(path)
         registered = hub.registry.find(path, now_ms)
@@ -264,7 +264,7 @@ class Mailboxes:
     def on_appended(
         self, queue: DeliveryQueue, feed: Feed, entry: int, copy: OutgoingMessage, now_ms: int
     ) -> bool:
-        """An entry is durable: handed over at once if everything before it was, and whether it was."""
+        """A durable entry: delivered at once if everything before it was. Returns whether it was."""
         if not queue.is_pushed:
             return False
         if (
@@ -279,10 +279,10 @@ class Mailboxes:
         self.deliver_next(queue, now_ms)
         return feed.cursor.delivered >= entry
 
-    # -- handing over ----------------------------------------------------------------------------------
+    # -- delivering ------------------------------------------------------------------------------------
 
     def deliver_next(self, queue: DeliveryQueue, now_ms: int) -> None:
-        """Hands over what is durable and was not, as long as there is room for it."""
+        """Delivers durable entries in order while there is room."""
         while queue.is_ready(self._room(None, now_ms)):
             behind = [feed for feed in queue.feeds.values() if feed.prefetched or self._is_behind(feed)]
             if not behind:
@@ -297,16 +297,16 @@ class Mailboxes:
                 return
             feed = min(behind, key=lambda one: one.prefetched[0].seq)
             if isinstance(queue, GroupQueue) and not queue.is_ready(self._room(feed, now_ms)):
-                return  # nobody who may have it is here
+                return  # no member may receive it
             prefetched = feed.prefetched[0]
             self._deliver(queue, feed, prefetched, now_ms)
             if feed.sent < prefetched.entry:
-                return  # the connection takes nothing more
+                return  # the connection is full
             if feed.prefetched and feed.prefetched[0] is prefetched:
                 feed.prefetched.popleft()
 
     def _room(self, feed: Feed | None, now_ms: int) -> HasRoom:
-        """Who can be given something now: something of this feed, if there is one."""
+        """A check whether a session has room, and may receive this feed."""
         hub = self._hub
         if feed is None or feed.kind != TOPIC:
             return lambda session: hub.flow_control.has_room(session, now_ms)
@@ -331,7 +331,7 @@ class Mailboxes:
                 if found.error is not None and found.error.code == "offset_gone":
                     feed.sent = max(feed.sent, self._hub.streams.earliest(feed.stream))
                 elif found.error is not None:
-                    return  # tried again when something happens
+                    return  # retried at the next event
                 self.deliver_next(queue, now_ms)
                 return
             for number, time_ns, body in found.entries:
@@ -355,7 +355,7 @@ class Mailboxes:
         return PrefetchedEntry(number, time_ns, copy, int(bytes(seq)) if seq is not None else 0, mine)
 
     def _deliver(self, queue: DeliveryQueue, feed: Feed, prefetched: PrefetchedEntry, now_ms: int) -> None:
-        """To the connection; `feed.sent` tells whether it was taken."""
+        """Sends an entry to the connection; `feed.sent` shows whether it was accepted."""
         hub, entry, copy = self._hub, prefetched.entry, prefetched.copy
         assert queue.session is not None
         if feed.kind != MAILBOX:
@@ -444,7 +444,7 @@ class Mailboxes:
         *,
         then: Callable[[AppendOutcome, int], None] | None = None,
     ) -> None:
-        """An accepted message that nobody will get."""
+        """Dead-letters an accepted message, and fails its pending request."""
         hub = self._hub
         hub.dead_letters.write(
             reason,
@@ -465,12 +465,12 @@ class Mailboxes:
             )
 
     def _skip(self, queue: DeliveryQueue, feed: Feed, entry: int) -> None:
-        """Done with an entry that was not handed over."""
+        """Commits an entry without delivering it."""
         feed.sent = max(feed.sent, entry)
         self.mark_done(queue, feed, {entry})
 
     def mark_done(self, queue: DeliveryQueue, feed: Feed, entries: set[int]) -> None:
-        """One by one; the committed position follows as far as there is no gap."""
+        """Commits entries; the committed position advances up to the first gap."""
         cursor = feed.cursor
         for entry in entries:
             feed.remove_in_flight(entry)
@@ -491,7 +491,7 @@ class Mailboxes:
                 self.deliver_next(queue, now_ms)
 
     def tick(self, now_ms: int) -> None:
-        """What was handed over and not committed in time is handed over again."""
+        """Redelivers what was not committed in time."""
         to_release, self._to_release = self._to_release, {}
         for queue in to_release:
             self.release(queue)
@@ -511,7 +511,7 @@ class Mailboxes:
             queue.is_caught_up = False
 
     def session_lag(self, session: Session) -> tuple[int, int, bool]:
-        """Entries that wait, entries in flight, and whether everything is pushed at once."""
+        """Uncommitted entries, entries in flight, and whether all queues are caught up."""
         lag, in_flight, live = 0, 0, True
         for path in tuple(session.queues):
             queue = self.queues.get(path)

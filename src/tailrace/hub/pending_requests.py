@@ -1,8 +1,6 @@
 """Requests that wait for an acknowledgement or a reply, with their deadlines.
 
-When asks are over if nobody answers them. Most are answered long before, and then cost nothing more.
-
-Asks that wait: for an ack level, for a reply. Each gets one outcome per level, and one in the end.
+Each pending request gets one outcome per acknowledgement level, and one final outcome.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ SECOND_MS: Final = 1000
 
 
 class RequestDeadlines:
-    """Asks by the second in which they end, so that one which was answered can be taken out at once.
+    """Pending requests by the second of their deadline, so that a completed one is removed at once.
 
-    A heap of asks would keep each until its time had come: at ten thousand a second, hundreds of thousands.
+    A heap would hold each until its deadline: at ten thousand per second, hundreds of thousands.
     """
 
     __slots__ = ("_by_second", "_seconds")
 
     def __init__(self) -> None:
-        self._by_second: dict[int, dict[str, PendingRequest]] = {}  # by the id of the copy
-        self._seconds: list[int] = []  # a heap of the keys of those
+        self._by_second: dict[int, dict[str, PendingRequest]] = {}  # by message id
+        self._seconds: list[int] = []  # a heap of its keys
 
     def __len__(self) -> int:
         return sum(map(len, self._by_second.values()))
@@ -59,7 +57,7 @@ class RequestDeadlines:
             found.pop(pending.message_id, None)
 
     def pop_due(self, now_ms: int) -> list[PendingRequest]:
-        """Those whose time is over, in the order of their deadlines."""
+        """Requests past their deadline, in order."""
         due: list[PendingRequest] = []
         while self._seconds and self._seconds[0] <= now_ms // SECOND_MS:
             second = self._seconds[0]
@@ -69,7 +67,7 @@ class RequestDeadlines:
                 key=lambda pending: pending.deadline_ms,
             )
             if second == now_ms // SECOND_MS:
-                break  # the rest of this second is still to come
+                break  # the second is not over
             heapq.heappop(self._seconds)
             del self._by_second[second]
         return due
@@ -84,7 +82,7 @@ _quoted: Final = msgspec.json.Encoder().encode
 
 
 class PendingRequest(msgspec.Struct, eq=False):
-    """One request that is not answered in full."""
+    """A request that lacks an acknowledgement or a reply."""
 
     request_id: str
     requester: Session | None
@@ -111,7 +109,7 @@ class PendingRequest(msgspec.Struct, eq=False):
 
     @property
     def reply_metadata(self) -> bytes:
-        """What the copy of a publication says more in its metadata if it is to be answered."""
+        """Metadata of a publication that expects a reply."""
         return b',"originalMessageId":%b,"replyBy":%d' % (_quoted(self.request_id), self.deadline_ms)
 
 
@@ -119,26 +117,30 @@ class PendingRequests:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._by_copy: dict[str, PendingRequest] = {}
-        # Those that are to be replied to, by the request's id, then by the copy's.
+        # Those that expect a reply, by request id, then by message id.
         self._by_request: dict[str, dict[str, PendingRequest]] = {}
         self._stored: dict[str, dict[int, PendingRequest]] = {}  # by stream and entry
         self.deadlines = RequestDeadlines()
-        # Copies whose asks are over: a late reply is waiters from a forged one, and kept as a dead letter.
+        # Closed requests: tells a late reply, which becomes a dead letter, from a forged one.
         self._closed: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
-        self._orphans: OrderedDict[str, None] = OrderedDict()  # copies of asks that nobody waits for just now
+        self._orphans: OrderedDict[str, None] = OrderedDict()  # stored requests without a connected requester
 
     def __len__(self) -> int:
         return len(self._by_copy)
 
-    # -- beginning -------------------------------------------------------------------------------------
+    # -- starting --------------------------------------------------------------------------------------
 
     def check_room(self, session: Session) -> None:
         if len(session.sent_requests) >= self._hub.limits.hub_session_asks:
             details = {"retryAfter": 1000, "kind": "ask", "reason": "open_asks"}
-            raise HubError("rate_limited", "too many asks are open on this session", details)
+            raise HubError(
+                "rate_limited",
+                f"at most {self._hub.limits.hub_session_asks} open requests per session",
+                details,
+            )
 
     def begin(self, pending: PendingRequest) -> None:
-        """From here on it has a deadline and an outcome."""
+        """Starts the deadline."""
         self._by_copy[pending.message_id] = pending
         if pending.expects_reply:
             self._by_request.setdefault(pending.request_id, {})[pending.message_id] = pending
@@ -151,7 +153,7 @@ class PendingRequests:
     def rebuild(
         self, copy: OutgoingMessage, recipient: str, stream: str, entry: int, offset: str, now_ms: int
     ) -> PendingRequest | None:
-        """An ask that this process does not know of: it was stored before a restart."""
+        """A request that was stored before a restart."""
         metadata = requests.parse_metadata(copy)
         original, by = metadata.get("originalMessageId"), metadata.get("replyBy")
         if copy.pattern != "ask" or original is None or by is None or int(bytes(by)) <= now_ms:
@@ -177,7 +179,7 @@ class PendingRequests:
         return pending
 
     def reattach(self, request_id: str, sender: str, session: Session) -> bool:
-        """Whether somebody who asks again takes up an ask of its own that nobody waited for."""
+        """Attaches a repeated request to the pending one of the same sender that lost its session."""
         for pending in self._by_request.get(request_id, {}).values():
             if pending.requester is None and pending.requester_path == sender:
                 pending.requester = session
@@ -229,7 +231,7 @@ class PendingRequests:
         online: bool,
         now_ms: int,
     ) -> None:
-        """The message is an entry of a stream."""
+        """The message is durable."""
         pending.stream, pending.entry, pending.offset, pending.reached = stream, entry, offset, "accepted"
         if pending.done:
             return
@@ -243,7 +245,7 @@ class PendingRequests:
     def on_delivered(
         self, pending: PendingRequest, now_ms: int, *, waits: bool = False, processed: bool = False
     ) -> None:
-        """The recipient's connection has it, or will have it when the client is back."""
+        """The message was sent to the recipient's connection, or buffered until it resumes."""
         if "delivered" in pending.levels:
             status = "queued" if waits else "delivered"
             self._ack(
@@ -255,13 +257,13 @@ class PendingRequests:
             pending.reached = "delivered"
 
     def stored_at(self, stream: str, entry: int, recipient: str) -> PendingRequest | None:
-        """What an entry asks of this one among those who are given it."""
+        """The pending request of an entry, if this is its recipient."""
         waiting = self._stored.get(stream)
         found = None if waiting is None else waiting.get(entry)
         return found if found is not None and found.recipient == recipient else None
 
     def on_committed(self, stream: str, upto: int, now_ms: int) -> None:
-        """A recipient's committed position has passed these entries."""
+        """A recipient has committed entries up to `upto`."""
         waiting = self._stored.get(stream)
         if not waiting:
             return
@@ -273,7 +275,7 @@ class PendingRequests:
                 self._ack(pending, "processed", "processed", "processed", now_ms)
 
     def fail(self, pending: PendingRequest, error: HubError, now_ms: int) -> None:
-        """None of the levels that are left can be reached, nor a reply come."""
+        """Sends an error for every outcome that is left."""
         if pending.done:
             return
         levels = max(1, len(pending.levels) + pending.expects_reply)
@@ -285,7 +287,7 @@ class PendingRequests:
         self._end(pending)
 
     def on_response(self, pending: PendingRequest, frame: bytes) -> None:
-        """All that was asked for is reached, and this is what says so."""
+        """All levels are reached; `frame` is the final acknowledgement."""
         if not pending.done:
             pending.levels.clear()
             self._send_to_waiters(pending, frame, final=True)
@@ -326,7 +328,7 @@ class PendingRequests:
         )
 
     def _send_to_waiters(self, pending: PendingRequest, frame: bytes, *, final: bool) -> None:
-        """To the asker, and to whoever repeated the same request meanwhile."""
+        """Sends to the requester, and to sessions that repeated the request."""
         waiters: tuple[object, ...] = ()
         if pending.seen is not None:
             waiters = pending.seen[0].answer(pending.seen[1], frame, final=final)
@@ -339,21 +341,25 @@ class PendingRequests:
     # -- replies ---------------------------------------------------------------------------------------
 
     def reply(self, session: Session, request: HubRequest, now_ms: int) -> None:
-        """The answer of an actor. Only who was asked may give it; the asker is taken from the ask."""
+        """An actor's reply. Only the recipient of the request may send it."""
         correlation = request.envelope.correlation_id
         if correlation is None:
-            raise field_error("correlationId", "a reply names the request it answers")
+            raise field_error("correlationId", "correlationId must be the id of the request")
         pending, sender = self._find_requested(session, correlation)
         if pending is None or sender is None:
             self._dead_letter_late_reply(session, request, correlation, now_ms)
-            raise HubError("unknown_correlation", "no open request of this id was delivered here")
+            raise HubError(
+                "unknown_correlation", "no open request with this id was delivered to this session"
+            )
         final = request.payload.truth("final") is not False
         ok = request.payload.truth("ok") is not False
         if not final:
             pending.partials += 1
             if pending.partials > PARTIAL_REPLIES_MAX:
                 raise HubError(
-                    "invalid_request", f"at most {PARTIAL_REPLIES_MAX} partial replies", {"field": "final"}
+                    "invalid_request",
+                    f"a request must have at most {PARTIAL_REPLIES_MAX} partial replies",
+                    {"field": "final"},
                 )
         body: dict[str, Any] = {"ok": ok}
         raw = request.payload.raw
@@ -385,7 +391,7 @@ class PendingRequests:
     def _find_requested(
         self, session: Session, correlation: str
     ) -> tuple[PendingRequest, Sender] | tuple[None, None]:
-        """The request that a session may reply to, and as whom."""
+        """The request that a session may reply to, and the sender of that reply."""
         found = self._by_copy.get(correlation)
         candidates = [found] if found is not None else list(self._by_request.get(correlation, {}).values())
         for pending in candidates:
@@ -414,7 +420,7 @@ class PendingRequests:
         if final:
             pending.expects_reply = False
             if not pending.levels:
-                pending.expects_reply = True  # it was one: what comes after it is late
+                pending.expects_reply = True  # later replies are late, not unknown
                 self._end(pending)
 
     def _dead_letter_late_reply(
@@ -443,7 +449,7 @@ class PendingRequests:
     # -- time and ends ---------------------------------------------------------------------------------
 
     def transfer(self, old: Session, session: Session) -> None:
-        """A session goes on over another connection."""
+        """Moves the requests of a session to the connection that resumed it."""
         for message_id in old.sent_requests:
             if (pending := self._by_copy.get(message_id)) is not None:
                 pending.requester = session
@@ -458,15 +464,15 @@ class PendingRequests:
             self.fail(pending, _timeout_error(pending, None), now_ms)
 
     def _orphaned(self, pending: PendingRequest) -> None:
-        """Whoever asked is away: it may ask again under the same id, or find the reply in its mailbox."""
+        """The requester is offline: it may repeat the request, or get the reply in its mailbox."""
         self._orphans[pending.message_id] = None
         if len(self._orphans) > ORPHANED_REQUESTS_MAX:
             oldest = self._by_copy.get(self._orphans.popitem(last=False)[0])
             if oldest is not None:
-                self._end(oldest)  # what is in the log says enough to begin it again when it is handed over
+                self._end(oldest)  # rebuilt from the log when it is delivered
 
     def session_ended(self, session: Session, now_ms: int) -> None:
-        """Nobody waits for its asks any more; what it was asked and is kept nowhere gets no answer."""
+        """Detaches the session's own requests, and fails unstored ones that it received."""
         for message_id in tuple(session.received_requests):
             pending = self._by_copy.get(message_id)
             if pending is None:
@@ -481,12 +487,12 @@ class PendingRequests:
             if pending is None:
                 continue
             if pending.expects_reply and pending.stream is not None:
-                pending.requester, pending.levels = None, []  # the reply goes to the mailbox of whoever asked
+                pending.requester, pending.levels = None, []  # the reply goes to the requester's mailbox
                 self._orphaned(pending)
             elif pending.expects_reply or pending.seen is None:
                 self._end(pending)
             else:
-                pending.requester = None  # whoever sends it again hears what became of it
+                pending.requester = None  # a repeat gets the outcome
                 self._orphaned(pending)
         session.sent_requests.clear()
 
@@ -500,4 +506,4 @@ def _timeout_error(pending: PendingRequest, reason: str | None) -> HubError:
     }
     if reason is not None:
         details["reason"] = reason
-    return HubError("timeout", "the answer did not come in time", details)
+    return HubError("timeout", "no response before the deadline", details)

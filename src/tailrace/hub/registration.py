@@ -1,9 +1,4 @@
-"""Handlers of hub:register, hub:renew, hub:unregister, hub:discover and hub:list_actors.
-
-`hub:register`, `hub:renew`, `hub:unregister`: who holds which address.
-
-`hub:discover` and `hub:list_actors`: who is registered, now or at an earlier moment.
-"""
+"""Handlers of hub:register, hub:renew, hub:unregister, hub:discover and hub:list_actors."""
 
 from __future__ import annotations
 
@@ -47,7 +42,7 @@ REGISTRATION_REWRITE_MS: Final = 24 * 3600 * 1000
 
 
 def encode_registry_event(found: Registration, operation: str, reason: str, now_ms: int) -> bytes:
-    """A change of the registry as its log has it."""
+    """One event of hub/registry."""
     headers = {
         "operation": operation,
         "timestamp": format_rfc3339(now_ms * 1_000_000),
@@ -67,7 +62,7 @@ def register(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> No
     path = parse_address(text)
     capabilities = request.payload.texts("capabilities")
     if not capabilities or len(capabilities) > CAPABILITIES_MAX:
-        raise field_error("capabilities", f"capabilities is a list of 1 to {CAPABILITIES_MAX} words")
+        raise field_error("capabilities", f"capabilities must be a list of 1 to {CAPABILITIES_MAX} strings")
     options = _read_delivery_options(session, request)
     if not hub.policy.may_register(session.principal, path):
         raise hub.denied(session, "register", "not your address", text, now_ms)
@@ -115,9 +110,9 @@ def _read_delivery_options(session: Session, request: HubRequest) -> DeliveryOpt
     payload = request.payload
     commit = payload.text("commit") or "auto"
     if commit not in ("auto", "manual"):
-        raise field_error("commit", "commit is auto or manual")
+        raise field_error("commit", "commit must be auto or manual")
     if commit == "manual" and "mailbox" not in session.features:
-        raise field_error("commit", "manual commits need the capability mailbox")
+        raise field_error("commit", "commit manual needs the client capability mailbox")
     in_flight, timeout = payload.integer("maxInFlight"), payload.integer("ackTimeout")
     deliver = payload.integer("maxDeliver")
     return DeliveryOptions(
@@ -131,10 +126,10 @@ def _read_delivery_options(session: Session, request: HubRequest) -> DeliveryOpt
 
 
 def _ttl_ms(request: HubRequest, default_ms: int) -> int:
-    """In seconds, or in ms as older clients have it. A value outside the bounds is moved to the bound.
+    """In seconds, or in ms as older clients send it. A value outside the bounds is moved to the bound.
 
     A registration has to outlast a connection that is lost and resumed, so the lower bound is not shorter
-    than the default time for that. The answer has the time that was given.
+    than the default time for that. The response has the granted time.
     """
     seconds, millis = request.payload.value("ttlSeconds"), request.payload.value("ttl")
     for name, found in (("ttlSeconds", seconds), ("ttl", millis)):
@@ -168,7 +163,7 @@ def _check_room(hub: Hub, session: Session, path: str, now_ms: int) -> None:
 def _apply_registration(
     hub: Hub, session: Session, request: HubRequest, found: Registration, settled: AppendOutcome, now_ms: int
 ) -> None:
-    """The event is durable: from here on the address is this session's."""
+    """The event is durable: the session owns the address."""
     path = found.path
     old = hub.registry.by_path.get(path)
     if not session.alive:
@@ -225,7 +220,7 @@ def _handle_takeover(hub: Hub, old: Registration, loser: Session, now_ms: int) -
     if loser.path == old.path:
         payload: dict[str, Any] = {
             "reason": "duplicate_connection",
-            "message": "another connection has taken over",
+            "message": "replaced by another connection",
         }
         hub.send_notice(loser, "hub:disconnect", payload, now_ms)
         hub.close(loser, 1000, "duplicate_connection")
@@ -240,13 +235,13 @@ def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     if found is None or found.session is not session:
         if token is not None:
             hub.audit(session, "renew", "", "invalid_token", now_ms)
-        raise HubError("invalid_token", "there is no registration of yours with this token")
+        raise HubError("invalid_token", "no registration of this session has this renewal token")
     found.ttl_ms = _ttl_ms(request, found.ttl_ms)
     extend_registration(hub, found, now_ms)
     if token == found.renewal:
         hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     else:
-        found.old_renewal_until_ms = 0  # it worked once more, and that was it
+        found.old_renewal_until_ms = 0  # the old token works once
     payload = {
         "actorAddress": found.address,
         "expiresAt": found.expires_ms,
@@ -261,9 +256,9 @@ def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
 
 
 def extend_registration(hub: Hub, found: Registration, now_ms: int) -> None:
-    """Renewals are not logged: after a restart every registration has a whole TTL again.
+    """Renewals are not logged: after a restart every registration has a full TTL again.
 
-    One a day is, so that what still holds is never older than what the log keeps.
+    One per day is, so that active registrations stay within the retention of the log.
     """
     found.expires_ms = now_ms + found.ttl_ms
     found.used_ms = now_ms
@@ -307,7 +302,7 @@ def unregister(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> 
             hub.send_reply(session, request, "hub:unregistered", payload, now_ms)
 
     if hub.registry.is_pending(path):
-        then(AppendOutcome(), now_ms)  # somebody else is taking it over: that event says it all
+        then(AppendOutcome(), now_ms)  # the event of the take-over replaces this one
         return
     hub.append(
         Append(
@@ -328,7 +323,7 @@ def _remove_registration(hub: Hub, found: Registration) -> None:
 
 
 def expire_registrations(hub: Hub, now_ms: int, limit: int) -> None:
-    """Those whose time is over are invisible already; here they go, and that is written down."""
+    """Removes expired registrations, which are invisible already, and logs that."""
     for found in hub.registry.pop_expired(now_ms, limit):
         owner = found.session
         _remove_registration(hub, found)
@@ -340,7 +335,7 @@ def expire_registrations(hub: Hub, now_ms: int, limit: int) -> None:
 
 
 def release_addresses(hub: Hub, session: Session, now_ms: int) -> None:
-    """Ephemeral addresses go with their session; durable ones stay, offline."""
+    """Ephemeral addresses end with their session; durable ones stay, offline."""
     for path, found in tuple(session.addresses.items()):
         if hub.registry.by_path.get(path) is not found:
             continue
@@ -356,8 +351,8 @@ def release_addresses(hub: Hub, session: Session, now_ms: int) -> None:
     session.addresses.clear()
 
 
-def _append_removal(hub: Hub, found: Registration, reason: str, told: str, now_ms: int) -> None:
-    _append_and_notify(hub, told, found, encode_registry_event(found, "delete", reason, now_ms))
+def _append_removal(hub: Hub, found: Registration, reason: str, event: str, now_ms: int) -> None:
+    _append_and_notify(hub, event, found, encode_registry_event(found, "delete", reason, now_ms))
 
 
 def _append_and_notify(hub: Hub, told: str, found: Registration, body: bytes) -> None:
@@ -535,5 +530,5 @@ def _discover_as_of(
 
 
 def _was_registered(found: Registration, at_ms: int) -> bool:
-    """Renewals are not in the log: whoever was not removed by then was there."""
+    """Renewals are not in the log: what was not removed by then was registered."""
     return found.registered_ms <= at_ms

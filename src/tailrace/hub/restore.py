@@ -1,9 +1,4 @@
-"""Start-up of the hub: registrations, subscriptions, cursors and recent messages from the log.
-
-Start-up: registrations, subscriptions and positions are put back as the log has them.
-
-Start-up: the hub's streams are read from beginning to end.
-"""
+"""Start-up of the hub: registrations, subscriptions, cursors and recent messages from the log."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ from tailrace.hub.topics import SubscriptionRecord
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 
-# Streams whose entries are messages that somebody may repeat.
+# Streams of messages that a client may repeat.
 MESSAGE_STREAMS: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM)
 
 
@@ -45,7 +40,7 @@ class CursorEvent(msgspec.Struct):
 
 
 class DeadLetterPosition(msgspec.Struct):
-    """What a dead letter says of the message that it is about."""
+    """The position of a dead letter's message."""
 
     stream: str | None = None
     offset: str | None = None
@@ -58,7 +53,7 @@ _dead_letter_decoder: Final = msgspec.json.Decoder(DeadLetterPosition)
 
 
 class HubRestore:
-    """Takes what the streams hold, oldest first; `finish` makes it the hub's."""
+    """Collects the events of the hub's streams, oldest first; `finish` applies them to the hub."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -82,7 +77,7 @@ class HubRestore:
         self._positions[message.key] = message.value
 
     def letter(self, body: bytes) -> None:
-        """A message that was buried a moment ago is passed, written down or not. After `finish`."""
+        """Acknowledges a dead-lettered message whose cursor may not have been written. After `finish`."""
         letter = _dead_letter_decoder.decode(body)
         if letter.cursor is None or letter.stream is None or letter.offset is None:
             return
@@ -91,11 +86,11 @@ class HubRestore:
         try:
             entry = self._hub.streams.resolve(stream, letter.offset)
         except TailraceError:
-            return  # its stream is gone, or begins behind it
+            return  # deleted or trimmed
         cursor = cursors.get(path, stream)
         if cursor is None:
             if not stream.startswith(MAILBOX_PREFIX):
-                return  # where it begins is for its subscription to say
+                return  # its subscription decides where it starts
             cursor = Cursor(maybe_delivered_upto=self._hub.streams.tail(stream) or 0)
             cursors.set(path, stream, cursor, restored=True)
         if entry > cursor.committed:
@@ -103,8 +98,8 @@ class HubRestore:
             cursor.advance()
 
     def broadcast(self, entry: int, body: bytes) -> None:
-        """A broadcast of the last moments: its process may have died before the positions of all recipients
-        were written, and what a recipient has yet to read is not to go before. After `finish`.
+        """A recent broadcast: the process may have crashed before it wrote the cursors of all recipients,
+        which protect unread entries from trimming. After `finish`.
         """
         hub = self._hub
         cursors, tail = hub.mailboxes.cursors, hub.streams.tail(BROADCAST_STREAM) or 0
@@ -114,7 +109,7 @@ class HubRestore:
                 cursors.set(path, BROADCAST_STREAM, cursor, restored=True)
 
     def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
-        """A message that was accepted lately; a repeat of it is known as one. After `finish`."""
+        """A recently accepted message, so that a repeat is detected. After `finish`."""
         hub = self._hub
         recipients: list[str] = []
         if stream == BROADCAST_STREAM:
@@ -150,7 +145,7 @@ class HubRestore:
         recipients: list[str],
         at_ms: int,
     ) -> bytes:
-        """What is known of a message whose own answer died with its process."""
+        """An answer for repeats of a message whose own answer is lost."""
         offset = self._hub.streams.offset(stream, entry)
         payload: dict[str, object]
         if stream == BROADCAST_STREAM:
@@ -169,7 +164,7 @@ class HubRestore:
         return self._hub.encode(copy.sender.address, kind, body, at_ms, correlation_id=request_id)
 
     def finish(self, now_ms: int) -> None:
-        """Nobody is online yet: every registration has one whole TTL to be taken back."""
+        """No client is online yet: every registration has a full TTL to be taken back."""
         hub = self._hub
         hub.mailboxes.cursors.now_ms = now_ms
         for registration in self._registered.values():
@@ -195,7 +190,7 @@ class HubRestore:
             hub.mailboxes.cursors.set(owner[2:-1], stream, cursor, restored=True)
 
     def _entry(self, stream: str, offset: str) -> int:
-        """A position that is not there any more is the first one that is."""
+        """A trimmed position becomes the earliest one."""
         try:
             return self._hub.streams.resolve(stream, offset)
         except TailraceError:
@@ -203,8 +198,7 @@ class HubRestore:
 
 
 NAMES_AT_ONCE: Final = 1000
-# Positions are written a fraction of a second after what moved them; a process that hardly ran may apply
-# longer.
+# Cursors are flushed a fraction of a second after they moved; longer in a starved process.
 UNFLUSHED_NS: Final = 60 * 10**9
 
 
@@ -225,7 +219,7 @@ async def restore_hub(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> N
 
 
 async def _replay_last(streams: LogStreams, name: str, apply: Callable[[int, bytes], None]) -> None:
-    """The last entries: the positions behind them may not have been written when the process died."""
+    """Replays the last entries, whose cursors may not have been written before a crash."""
     stream = streams.find(name)
     if stream is None:
         return
@@ -240,7 +234,7 @@ async def _replay_last(streams: LogStreams, name: str, apply: Callable[[int, byt
 
 
 async def _restore_messages(restoring: HubRestore, streams: LogStreams, log: Log, since_ns: int) -> None:
-    """What was accepted a moment ago is in the journal, so its streams are in memory."""
+    """Recent messages are in the journal, so their streams are in memory."""
     recent = [
         stream
         for name, stream in list(log.streams.by_name.items())

@@ -1,4 +1,4 @@
-"""`hub:send`: from a sender that was verified to an actor that is online, away, or nobody."""
+"""Handler of `hub:send`: direct delivery, mailbox append, or dead letter."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from tailrace.hub.state import Hub
 
 NULL: Final = Raw(b"null")
-DIRECT, STORED, UNREACHABLE = "direct", "stored", "nobody"
+DIRECT, STORED, UNREACHABLE = "direct", "stored", "unreachable"
 PRODUCER_BYTES_MAX: Final = 128
-RETRY_WHEN_FULL_MS: Final = 1000  # what is over is forgotten once a second
+RETRY_WHEN_FULL_MS: Final = 1000  # expired entries are removed once a second
 PLAIN_FIELDS: Final = frozenset(("to", "type", "data"))
-# Metadata that asks for more than delivery.
+# Metadata that requires the full parser.
 ACKNOWLEDGED_FIELDS: Final = frozenset(("ack", "requireAck", "expectReply", "producer"))
 
 
 class SendCommand(NamedTuple):
-    """What a send asks for."""
+    """A parsed send."""
 
     target: str
     type: str
@@ -44,7 +44,7 @@ class SendCommand(NamedTuple):
 
     @property
     def asks(self) -> bool:
-        """Whether the sender is to hear of it."""
+        """Whether the sender expects an acknowledgement or a reply."""
         return bool(self.levels) or self.expects_reply
 
 
@@ -74,7 +74,7 @@ def send(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
 
 
 def read_send(hub: Hub, request: HubRequest) -> SendCommand:
-    """Three forms are understood; the first that fits counts."""
+    """The target is `to`, `targetAddress` or the envelope's `to`, in this order."""
     if request.wanted is not None:
         return request.wanted
     payload = request.payload
@@ -82,11 +82,11 @@ def read_send(hub: Hub, request: HubRequest) -> SendCommand:
     if to is None and request.envelope.to is not None and request.envelope.to not in hub.addresses:
         to = request.envelope.to
     if to is None:
-        raise field_error("to", "the message has no target")
+        raise field_error("to", "to is missing")
     target = parse_address(to, "to")
     kind, data = read_type_and_data(payload)
     if payload.raw.keys() <= PLAIN_FIELDS and ACKNOWLEDGED_FIELDS.isdisjoint(request.metadata.raw):
-        # The way of most messages.
+        # Most messages.
         return SendCommand(target, kind, data, ["delivered"] if request.is_ask else [], False, None, None)
     asked = request.is_ask or request.truth("requireAck") is True
     expects_reply = request.truth("expectReply") is True
@@ -97,7 +97,7 @@ def read_send(hub: Hub, request: HubRequest) -> SendCommand:
 
 
 def read_type_and_data(payload: Fields) -> tuple[str, Raw]:
-    """`{type, data}`, or `{message: {type, payload}}` as older clients have it."""
+    """`{type, data}`, or `{message: {type, payload}}` of older clients."""
     kind = payload.text("type")
     if kind is not None:
         data = payload.raw.get("data", NULL)
@@ -105,15 +105,15 @@ def read_type_and_data(payload: Fields) -> tuple[str, Raw]:
         inner = payload.inner("message")
         kind = None if inner is None else inner.text("type")
         if inner is None or kind is None:
-            raise field_error("type", "the message has no type")
+            raise field_error("type", "type is missing")
         data = inner.raw.get("payload", inner.raw.get("data", NULL))
     if not 1 <= len(kind.encode()) <= 128:
-        raise field_error("type", "a type has 1 to 128 bytes")
+        raise field_error("type", "type must have 1 to 128 bytes")
     return kind, data
 
 
 def _read_ack_levels(request: HubRequest, *, asked: bool, expects_reply: bool) -> list[str]:
-    """What the sender wants to be told, in the order in which it happens."""
+    """The requested acknowledgement levels, in the order in which they are reached."""
     found = request.payload.value("ack")
     if found is None:
         found = request.metadata.value("ack")
@@ -122,45 +122,44 @@ def _read_ack_levels(request: HubRequest, *, asked: bool, expects_reply: bool) -
     listed = cast("list[object]", found) if isinstance(found, list) else [found]
     names = [str(name) for name in listed]
     if any(name != "none" and name not in ACK_LEVELS for name in names):
-        raise field_error("ack", "ack is none, delivered, accepted or processed, or a list of them")
+        raise field_error("ack", "ack must be none, delivered, accepted or processed, or a list of them")
     return [level for level in ACK_LEVELS if level in names]
 
 
 def _read_producer(request: HubRequest) -> tuple[str, int, int] | None:
-    """The id that is stored is made of the verified sender and the given one: nobody fences a stranger."""
+    """The stored producer id includes the verified sender, so that a client can fence only itself."""
     given = request.metadata.inner("producer")
     if given is None:
         return None
     name, epoch, seq = given.text("id"), given.integer("epoch"), given.integer("seq")
     if not name or len(name.encode()) > PRODUCER_BYTES_MAX:
-        raise field_error("producer", f"a producer has an id of 1 to {PRODUCER_BYTES_MAX} bytes")
+        raise field_error("producer", f"producer.id must have 1 to {PRODUCER_BYTES_MAX} bytes")
     if epoch is None or seq is None or not 0 <= epoch < 2**53 or not 0 <= seq < 2**53:
-        raise field_error("producer", "epoch and seq of a producer are numbers from 0")
+        raise field_error("producer", "producer.epoch and producer.seq must be integers from 0")
     return f"{request.sender.address} {name}", epoch, seq
 
 
 def check_duplicate(
     hub: Hub, session: Session, request: HubRequest, now_ms: int
 ) -> tuple[SeenMessages, SeenMessage] | None:
-    """Remembers the message; None if it came before, and is answered as it was then. A repeat is counted as
-    one, and as nothing else."""
+    """Records the message. None if it is a repeat, after sending the stored answers."""
     known = hub.seen_messages_of(session.path)
     found = known.get(request.id, now_ms)
     if found is None:
-        # Only now: a repeat of what was accepted in time is told so, however late it comes.
+        # After the lookup: a repeat of an accepted message gets its answers, however late.
         if request.envelope.is_expired(now_ms):
             raise HubError("message_expired", "the message has expired")
         if hub.options.signatures_required and request.envelope.timestamp <= known.floor_ms:
-            raise HubError("replay_detected", "nobody can say whether this message came before")
+            raise HubError("replay_detected", "the message is older than the replay window")
         known.expire(now_ms)
         if hub.seen_memory.is_full:
             raise HubError(
-                "unavailable", "too many messages are remembered", {"retryAfter": RETRY_WHEN_FULL_MS}
+                "unavailable", "the deduplication memory is full", {"retryAfter": RETRY_WHEN_FULL_MS}
             )
         return known, known.add(request.id, now_ms, request.envelope.timestamp)
     hub.count("duplicates", "seen")
     if found.answers_dropped and found.finished and _wants_answer(request):
-        message = "this message was accepted before; its answer is no longer kept"
+        message = "this message was accepted before; its response is no longer stored"
         raise HubError("unavailable", message, {"outcome": APPLIED}, retryable=False)
     hub.count("messages", f"{request.envelope.type[4:]}/repeated")
     for answer in found.answers if _wants_answer(request) else ():
@@ -174,7 +173,7 @@ def check_duplicate(
 
 
 def _wants_answer(request: HubRequest) -> bool:
-    """A plain tell gets none, even if the log could tell what became of it."""
+    """A plain tell gets no answers, even if some are stored."""
     if request.envelope.type != "hub:send" or request.is_ask:
         return True
     if request.wanted is not None:
@@ -186,7 +185,7 @@ def _wants_answer(request: HubRequest) -> bool:
 
 
 def mark_finished(seen: tuple[SeenMessages, SeenMessage]) -> None:
-    """A message that nobody is told about."""
+    """The message needs no answer."""
     seen[1].finished = True
 
 
@@ -194,7 +193,7 @@ def _check_policy(hub: Hub, session: Session, wanted: SendCommand, now_ms: int) 
     if hub.policy.may_send(session.principal, wanted.target):
         return
     if not hub.policy.may(session.principal, "discover"):
-        # Whoever may not look around does not learn who is there.
+        # Without the right to discover, do not disclose which actors exist.
         raise unknown_actor(wanted.target)
     raise hub.denied(session, "send", "denied by policy", f"@({wanted.target})", now_ms)
 
@@ -206,7 +205,7 @@ def unknown_actor(path: str) -> HubError:
 def _make_pending_request(
     hub: Hub, session: Session, request: HubRequest, wanted: SendCommand, now_ms: int, *, stored: bool
 ) -> PendingRequest:
-    """What waits in a mailbox may take as long as its sender likes; memory is not held for so long."""
+    """A stored request may have any ttl; one in memory is limited to REQUEST_TTL_MS_MAX."""
     ttl = request.envelope.ttl
     deadline = now_ms + hub.limits.hub_ask_ms if ttl is None else request.envelope.timestamp + ttl
     if not stored:
@@ -255,7 +254,7 @@ def _make_outgoing(
 
 
 def _choose_route(hub: Hub, wanted: SendCommand, now_ms: int) -> tuple[str, Session | None]:
-    """How a message gets to its target, and whose connection that is if there is one."""
+    """The route of a message, and the recipient's session if there is one."""
     found = hub.registry.find(wanted.target, now_ms)
     recipient = None if found is None else found.session
     stores = wanted.durable is True or wanted.producer is not None
@@ -269,7 +268,7 @@ def _choose_route(hub: Hub, wanted: SendCommand, now_ms: int) -> tuple[str, Sess
 
 
 def _must_store(hub: Hub, found: Registration | None, wanted: SendCommand) -> bool:
-    """Durable actors are written to through their log, and so is whoever has to read on in it first."""
+    """Whether the actor is durable, or has unread entries that must come first."""
     if found is None or found.session is None:
         return True
     queue = hub.mailboxes.queues.get(wanted.target)
@@ -333,7 +332,7 @@ def _deliver_direct(
     seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
-    """Written to the connection; never touches the disk."""
+    """Sends to the connection; nothing is stored."""
     hub.flow_control.check_paused(session, recipient)
     frame = copy.frame()
     outcome = hub.flow_control.offer(recipient, frame, now_ms, session)
@@ -359,7 +358,7 @@ def _deliver_direct(
     if outcome == SLOW:
         hub.flow_control.drop(recipient, len(frame), now_ms)
     if pending is not None:
-        raise HubError("consumer_slow", "the recipient does not keep up", {"actorAddress": copy.to})
+        raise HubError("consumer_slow", "the recipient is too slow", {"actorAddress": copy.to})
     hub.count("messages", "send/dead")
     mark_finished(seen)
 
@@ -373,7 +372,7 @@ def _handle_unreachable(
     seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
-    """An ask is told; a tell becomes a dead letter, and is told of to those who want to know."""
+    """A request gets an error; a tell becomes a dead letter."""
     if request.is_ask or wanted.asks:
         raise unknown_actor(wanted.target)
     _write_dead_letter(hub, session, request, copy, "unknown_actor", seen, now_ms)
@@ -388,7 +387,7 @@ def _write_dead_letter(
     seen: tuple[SeenMessages, SeenMessage],
     now_ms: int,
 ) -> None:
-    """Nobody waits for an answer to it."""
+    """For a message without acknowledgement; the sender may get a delivery notice."""
     hub.count("messages", "send/dead")
     mark_finished(seen)
     notices = "delivery-notices" in session.features

@@ -1,9 +1,4 @@
-"""Connect, authenticate, resume, heartbeat, token refresh, expiry and end of sessions.
-
-Which messages have to be signed, and whether a signature is its sender's.
-
-`hub:connect`, heartbeats, goodbyes, tokens that expire, connections that come back.
-"""
+"""Connect, authenticate, resume, heartbeat, token refresh, expiry and end of sessions; signatures."""
 
 from __future__ import annotations
 
@@ -50,12 +45,12 @@ def check_signature(hub: Hub, session: Session, path: str, request: HubRequest, 
     keys_of = hub.options.keys_of
     if signature is None:
         if hub.options.signatures_required and request.envelope.type in SIGNED_TYPES:
-            raise HubError("invalid_signature", "this hub takes signed messages only")
+            raise HubError("invalid_signature", "the message must be signed")
         return
     if keys_of is None:
         if hub.is_open:
-            return  # nobody has a secret: there is nothing to hold it against
-        raise HubError("invalid_signature", "this hub has no secret of yours")
+            return  # without keys there is nothing to verify
+        raise HubError("invalid_signature", "the hub has no signature key of this identity")
     try:
         verify_signature(request.frame, signature, keys_of(path), now_ms)
     except HubError:
@@ -88,7 +83,7 @@ _SEMVER: Final = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:[-+].{0,64})?")
 
 
 def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """The first message. After a refusal the error is flushed and the socket closed."""
+    """The first message. After an error the socket is closed."""
     try:
         _check_version(request)
         identity = _authenticate(hub, session, request, now_ms)
@@ -96,7 +91,7 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         words = _client_capabilities(request)
         if len(words) > CLIENT_CAPABILITIES_MAX:
             raise field_error(
-                "capabilities", f"capabilities must be a list of at most {CLIENT_CAPABILITIES_MAX} words"
+                "capabilities", f"capabilities must be a list of at most {CLIENT_CAPABILITIES_MAX} strings"
             )
         actor = principal_from_identity(identity, path)
         check_signature(hub, session, path, request, now_ms)
@@ -139,21 +134,23 @@ def _client_capabilities(request: HubRequest) -> list[str]:
 
 @lru_cache(FEATURE_SETS_MAX)
 def _shared_feature_set(found: frozenset[str]) -> frozenset[str]:
-    """One object for all sessions that ask for the same."""
+    """One shared object for equal feature sets."""
     return found
 
 
 def _check_version(request: HubRequest) -> None:
     metadata, payload = request.metadata, request.payload
-    asked = metadata.text("protocolVersion") or payload.text("protocolVersion") or payload.text("version")
-    match = _SEMVER.fullmatch(asked or "")
+    version = metadata.text("protocolVersion") or payload.text("protocolVersion") or payload.text("version")
+    match = _SEMVER.fullmatch(version or "")
     if match is None or match[1] != PROTOCOL_VERSION.partition(".")[0]:
         details = {
-            "clientVersion": asked,
+            "clientVersion": version,
             "serverVersion": PROTOCOL_VERSION,
             "supportedVersions": list(SUPPORTED_VERSIONS),
         }
-        raise HubError("version_mismatch", f"this hub speaks version {PROTOCOL_VERSION}", details)
+        raise HubError(
+            "version_mismatch", f"protocolVersion must be compatible with {PROTOCOL_VERSION}", details
+        )
 
 
 def _authenticate(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Identity:
@@ -165,12 +162,12 @@ def _authenticate(hub: Hub, session: Session, request: HubRequest, now_ms: int) 
     token = token or session.upgrade_token
     if not token:
         details = {"action": "connect", "reason": "no token"}
-        raise HubError("unauthorized", "this hub needs a token", details)
+        raise HubError("unauthorized", "authToken is missing", details)
     return _verify_token(hub, token, "connect", now_ms)
 
 
 def _verify_token(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
-    """The identity of a token that is good, and was issued not too long ago."""
+    """The identity of a valid token within the maximum age."""
     verify = hub.options.verify
     assert verify is not None
     bare = token[7:] if token[:7].lower() == "bearer " else token
@@ -193,12 +190,14 @@ def _identity_path(hub: Hub, session: Session, request: HubRequest, identity: Id
     try:
         return identity_path(verified, request.envelope.from_, f"anonymous/{session.id}")
     except HubError:
-        details = {"action": "connect", "reason": "the token names no address"}
-        raise HubError("unauthorized", "actorId or sub of the token is no address", details) from None
+        details = {"action": "connect", "reason": "the token has no valid address"}
+        raise HubError(
+            "unauthorized", "actorId or sub of the token is not a valid address", details
+        ) from None
 
 
 def _find_resumable(hub: Hub, request: HubRequest, path: str) -> Session | None:
-    """The session that a token stands for. Single use, and only for who it was given to."""
+    """The session of a resume token, which is single use and bound to its identity."""
     token = request.metadata.text("resumeToken") or request.payload.text("resumeToken")
     found = None if token is None else hub.by_resume.get(token)
     if found is None or not found.alive:
@@ -207,11 +206,11 @@ def _find_resumable(hub: Hub, request: HubRequest, path: str) -> Session | None:
 
 
 def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
-    """The new connection takes everything over that the old one had."""
+    """Moves everything that the old connection owns to the new one."""
     if old.resume_token is not None:
         hub.by_resume.pop(old.resume_token, None)
     if not old.detached:
-        # The client knows better than we do that its old connection is dead.
+        # The client has noticed first that its old connection is dead.
         hub.close(old, 1000, "resumed")
     old.state = DISCONNECTED
     hub.sessions.pop(old.id, None)
@@ -235,13 +234,13 @@ def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
 
 
 def _close_oldest_sessions(hub: Hub, session: Session, now_ms: int) -> None:
-    """An identity has so many sessions; one more ends the oldest. Without authentication the identity is
-    the address: a page that is reloaded takes the place of its old connection."""
+    """Enforces the limit of sessions per identity. Without authentication the identity is the address: a
+    reloaded page replaces its old connection."""
     held = hub.by_identity.get(session.path, {})
     living = [one for one in held if one.alive and one is not session]
     while len(living) >= hub.limits.hub_connections_per_identity:
         oldest = living.pop(0)
-        send_disconnect(hub, oldest, "duplicate_connection", "another connection has taken over", now_ms)
+        send_disconnect(hub, oldest, "duplicate_connection", "replaced by another connection", now_ms)
         if oldest.detached:
             end_session(hub, oldest, now_ms)
         else:
@@ -279,11 +278,11 @@ def _send_connected(hub: Hub, session: Session, request: HubRequest, resumed: bo
 
 
 def heartbeat(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    said = request.payload.integer("timestamp")
+    sent_ms = request.payload.integer("timestamp")
     for found in session.addresses.values():
         if found.renews_on_heartbeat and found.expires_ms > now_ms:
             registration.extend_registration(hub, found, now_ms)
-    payload = {"timestamp": request.envelope.timestamp if said is None else said, "serverTime": now_ms}
+    payload = {"timestamp": request.envelope.timestamp if sent_ms is None else sent_ms, "serverTime": now_ms}
     hub.send_reply(session, request, "hub:heartbeat_ack", payload, now_ms)
 
 
@@ -294,18 +293,20 @@ def disconnect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> 
 
 
 def refresh_token(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """A newer token for the same identity, or one that the hub makes."""
+    """Accepts a newer token of the same identity, or issues one."""
     nonce = request.metadata.text("nonce") or request.payload.text("nonce")
     used = {known: at for known, at in (session.nonces or {}).items() if now_ms - at < REFRESH_INTERVAL_MS}
     if nonce is not None:
         if nonce in used or len(used) >= NONCES_MAX:
-            raise HubError("replay_detected", "this nonce was used a moment ago")
+            raise HubError("replay_detected", "the nonce was used before")
         used[nonce] = now_ms
     session.nonces = used or None
     wait_ms = session.refreshed_ms + REFRESH_INTERVAL_MS - now_ms
     if session.refreshed_ms and wait_ms > 0:
         raise HubError(
-            "rate_limited", "a token is refreshed once a minute", {"retryAfter": wait_ms, "kind": "refresh"}
+            "rate_limited",
+            "a token can be refreshed once per minute",
+            {"retryAfter": wait_ms, "kind": "refresh"},
         )
     given = request.metadata.text("authToken") or request.payload.text("authToken")
     minted: str | None = None
@@ -319,14 +320,14 @@ def refresh_token(hub: Hub, session: Session, request: HubRequest, now_ms: int) 
             raise field_error("authToken", "authToken is missing")
         identity = _verify_refreshed_token(hub, current, now_ms)
         if hub.options.mint is None:
-            raise HubError("invalid_token", "this hub makes no tokens")
+            raise HubError("invalid_token", "this hub does not issue tokens")
         if identity.actor_id == session.path:
             minted = hub.options.mint(identity, MINTED_TOKEN_S)
             identity = _verify_refreshed_token(hub, minted, now_ms)
     if not hub.is_open and identity.actor_id != session.path:
         hub.audit(session, "refresh", "", "other identity", now_ms)
-        details = {"action": "refresh", "reason": "the token is another identity's"}
-        raise HubError("unauthorized", "the token is another identity's", details)
+        details = {"action": "refresh", "reason": "the token belongs to another identity"}
+        raise HubError("unauthorized", "the token belongs to another identity", details)
     session.identity, session.principal = identity, principal_from_identity(identity, session.path)
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
     session.expiry_notified = False
@@ -351,7 +352,7 @@ def _verify_refreshed_token(hub: Hub, token: str, now_ms: int) -> Identity:
 
 
 def socket_closed(hub: Hub, session: Session, code: int, now_ms: int) -> None:
-    """Without a goodbye a session that may be resumed stays for a while, detached."""
+    """After an unclean close, a resumable session stays detached for the resume window."""
     hub.count("ws_closes", str(session.closed_with or code))
     resumable = "resume" in session.features and session.state == CONNECTED and not hub.draining
     if resumable and code not in (1000, 1001):
@@ -363,7 +364,7 @@ def socket_closed(hub: Hub, session: Session, code: int, now_ms: int) -> None:
 
 
 def end_session(hub: Hub, session: Session, now_ms: int) -> None:
-    """Exactly once. What it costs depends on what the session owns, not on the size of the hub."""
+    """Releases what the session owns, once. The cost does not depend on the size of the hub."""
     if session.state == DISCONNECTED:
         return
     session.state = DISCONNECTED
@@ -386,12 +387,12 @@ def end_session(hub: Hub, session: Session, now_ms: int) -> None:
 
 
 def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
-    """Once a second, of every session."""
+    """Once a second for every session."""
     if session.state == CONNECTING:
         if now_ms - session.opened_ms >= hub.limits.hub_connect_ms:
             details = {"action": "connect", "reason": "not_connected"}
             hub.send_error(
-                session, HubError("unauthorized", "hub:connect did not come in time", details), now_ms
+                session, HubError("unauthorized", "no hub:connect before the deadline", details), now_ms
             )
             hub.close(session, 1008, "not_connected")
         return
@@ -416,7 +417,7 @@ def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
 
 
 def disconnect_unauthorized(hub: Hub, session: Session, reason: str, now_ms: int) -> None:
-    """It may not go on, at once."""
+    """Ends a session that has lost its rights."""
     hub.audit(session, "dismiss", "", reason, now_ms)
     send_disconnect(hub, session, "unauthorized", reason, now_ms)
     if session.detached:
@@ -426,22 +427,22 @@ def disconnect_unauthorized(hub: Hub, session: Session, reason: str, now_ms: int
 
 
 def disconnect_denied(hub: Hub, now_ms: int) -> None:
-    """Whoever holds an address that it could not register any more is sent away."""
+    """Disconnects sessions that hold an address which the policy now denies."""
     for session in tuple(hub.sessions.values()):
         if not all(hub.policy.may_register(session.principal, path) for path in session.addresses):
-            disconnect_unauthorized(hub, session, "the rules have changed", now_ms)
+            disconnect_unauthorized(hub, session, "the hub policy has changed", now_ms)
 
 
-def disconnect_revoked(hub: Hub, stands: Callable[[Identity], bool], now_ms: int) -> int:
-    """Sessions whose identity has lost its right end now, and cannot be resumed."""
-    lost = [one for one in hub.sessions.values() if not stands(one.identity)]
+def disconnect_revoked(hub: Hub, is_valid: Callable[[Identity], bool], now_ms: int) -> int:
+    """Ends sessions with revoked identities; they cannot be resumed."""
+    lost = [one for one in hub.sessions.values() if not is_valid(one.identity)]
     for session in lost:
         disconnect_unauthorized(hub, session, "the token was revoked", now_ms)
     return len(lost)
 
 
 def disconnect_all(hub: Hub, delays: dict[str, int], now_ms: int) -> None:
-    """SIGTERM: everybody is told when to come back; the delays spread them."""
+    """SIGTERM: notifies all clients when to reconnect; the delays spread them."""
     hub.draining = True
     for session in tuple(hub.sessions.values()):
         if session.detached:

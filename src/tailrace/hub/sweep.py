@@ -1,6 +1,6 @@
-"""What nobody will ask for any more: messages that waited too long, mailboxes that are not used, old entries.
+"""Sweep of hub streams: expired mailbox messages, unused mailboxes, old entries of topics and broadcasts.
 
-Streams are looked at in order of their names, a few each second, so a million of them costs no more than ten.
+Streams are swept in name order, a few per second, so the cost per second does not depend on their number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_READERS: Final = 2**62
 
 
 class TrimBounds(NamedTuple):
-    """Entries of a stream up to `upto` may go by their age, or because newer ones have so many bytes."""
+    """Entries up to `upto` may be trimmed by age, or above a size."""
 
     age_ms: int
     bytes_max: int | None
@@ -40,12 +40,12 @@ class HubSweep:
         self._after = ""
         self._next_ms = 0
         self._listing = False
-        # By mailbox: its committed position, and when the entry behind that will have waited too long.
+        # By mailbox: its committed position, and when the next entry expires.
         self._due: dict[str, tuple[int, int]] = {}
-        self.bounds: dict[str, TrimBounds] = {}  # of streams of which something may go
+        self.bounds: dict[str, TrimBounds] = {}  # of streams that may be trimmed
 
     def tick(self, now_ms: int) -> None:
-        """Once a second: the next few names, or nothing until the next round."""
+        """Once a second: sweeps the next streams, unless the round is finished."""
         if self._listing or now_ms < self._next_ms:
             return
         self._listing = True
@@ -78,7 +78,7 @@ class HubSweep:
             self.bounds[named.stream] = TrimBounds(limits.hub_mailbox_kept_ms, None, committed)
         queue = hub.mailboxes.queues.get(path)
         if queue is not None and (queue.appends or queue.is_pushed):
-            return  # its owner is given what is in it, and told what is too old
+            return  # its owner reads it; delivery expires old entries
         if committed < named.tail:
             if age_ms >= limits.hub_mailbox_ms:
                 self._expire(path, named.stream, committed, now_ms)
@@ -89,12 +89,12 @@ class HubSweep:
 
     def _is_unused(self, named: StreamSummary, cursor: Cursor | None, now_ms: int) -> bool:
         used_ms = max(named.created_ms, named.last_ms, 0 if cursor is None else cursor.moved_ms)
-        # What came since the names were listed is use too.
+        # Entries since the listing count as use.
         same = self._hub.streams.tail(named.stream) == named.tail
         return same and now_ms - used_ms >= self._hub.limits.hub_mailbox_unused_ms
 
     def _expire(self, path: str, stream: str, committed: int, now_ms: int) -> None:
-        """What waited too long becomes dead letters, page by page."""
+        """Dead-letters expired messages, page by page."""
         known = self._due.get(stream)
         if known is not None and known[0] == committed and now_ms < known[1]:
             return
@@ -114,7 +114,7 @@ class HubSweep:
         same = committed == max(streams.earliest(stream), feed.cursor.committed)
         if not same or queue.is_pushed:
             mailboxes.release(queue)
-            return  # its owner came back meanwhile
+            return  # its owner is back
         waits_ms = self._hub.limits.hub_mailbox_ms
         old: set[int] = set()
         for number, time_ns, body in found.entries:
@@ -138,7 +138,7 @@ class HubSweep:
     # -- topics and broadcasts -------------------------------------------------------------------------
 
     def _sweep_shared(self, named: StreamSummary, now_ms: int) -> None:
-        """Nothing goes that a durable subscriber has yet to read, unless it has not read for long."""
+        """Unread entries of durable subscribers are not trimmed, unless their cursor is too old."""
         limits = self._hub.limits
         old = now_ms - named.created_ms >= limits.hub_topic_ms
         if named.earliest == named.tail or not (old or named.size_bytes > limits.hub_topic_bytes):
@@ -152,7 +152,7 @@ class HubSweep:
             self.bounds[named.stream] = TrimBounds(limits.hub_topic_ms, limits.hub_topic_bytes, upto)
 
     def _subscribers(self, named: StreamSummary) -> Iterable[Cursor]:
-        """One that was away since the topic began has no position: it begins at the start."""
+        """A subscriber without a cursor starts at the beginning."""
         hub = self._hub
         for found in hub.topics.durable.match(named.stream.removeprefix(TOPIC_PREFIX)):
             cursor = hub.mailboxes.cursors.get(found.owner, named.stream)

@@ -1,11 +1,4 @@
-"""Topic subscriptions, subscriber groups, and the handler of hub:publish.
-
-Subscriptions: of a session, or of an actor that may be away.
-
-Topics: who subscribed to what, and which of them are kept in streams.
-
-`hub:publish`: one message to all who subscribed to its topic.
-"""
+"""Topic subscriptions, subscriber groups, and the handler of hub:publish."""
 
 from __future__ import annotations
 
@@ -34,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TopicSubscription(msgspec.Struct, eq=False):
-    """Ends with its session, unless it is durable: then it is its owner's, and waits for it."""
+    """Ends with its session, unless it is durable: then it belongs to its owner."""
 
     id: str
     owner: str  # path of the address that copies go to
@@ -43,11 +36,11 @@ class TopicSubscription(msgspec.Struct, eq=False):
     group: str | None = None
     durable: bool = False
     session: Session | None = None  # None while the owner of a durable one is away
-    logged_ms: int = 0  # when a durable one was last written down, as far as this process knows
+    logged_ms: int = 0  # when a durable one was last logged by this process
 
     @property
     def key(self) -> str:
-        """What makes a durable one the same again."""
+        """Identifies a durable subscription of its owner."""
         return self.name or self.filter.text
 
 
@@ -71,7 +64,7 @@ class SubscriberGroup:
         self.turn = 0
 
     def choose(self) -> TopicSubscription | None:
-        """The one with the fewest unsent messages, then in turn."""
+        """The member with the fewest unsent messages, then round robin."""
         living = [one for one in self.members if one.session is not None and one.session.alive]
         if not living:
             return None
@@ -99,21 +92,21 @@ class Topics:
         self.live: TopicTrie[TopicSubscription] = TopicTrie()
         self.durable: TopicTrie[TopicSubscription] = TopicTrie()
         self.groups: dict[tuple[str, str], SubscriberGroup] = {}
-        self.stored_topics: set[str] = set()  # topics that have a stream
+        self.stored_topics: set[str] = set()  # topics with a stream
         self._durable: dict[str, dict[str, TopicSubscription]] = {}  # by owner, then by name or filter
-        # Those that are being written down, and who else asked for them meanwhile.
+        # Subscriptions being committed, and the callbacks that wait for them.
         self._starting: dict[tuple[str, str], list[SubscribeCallback]] = {}
 
-    # -- durable ones ----------------------------------------------------------------------------------
+    # -- durable ---------------------------------------------------------------------------------------
 
     def is_durable(self, topic: str) -> bool:
-        """Whether a publication is kept: the topic was, or somebody wants it to be."""
+        """Whether publications are stored: the topic has a stream, a durable subscriber or a setting."""
         if topic in self.stored_topics or self.durable.match(topic):
             return True
         return any(pattern.matches(topic) for pattern in self._hub.durable_patterns)
 
     def durable_of(self, owner: str) -> list[tuple[str, str, str]]:
-        """The streams that an actor's durable subscriptions take from: stream, topic, subscription."""
+        """The streams of an actor's durable subscriptions: stream, topic, subscription."""
         found: list[tuple[str, str, str]] = []
         for subscription in self._durable.get(owner, {}).values():
             topics = (
@@ -125,7 +118,7 @@ class Topics:
         return found
 
     def restore(self, record: SubscriptionRecord | None, owner: str, key: str) -> None:
-        """One message of the log, at start-up."""
+        """Applies one event of the log, at start-up."""
         known = self._durable.get(owner, {}).pop(key, None)
         if known is not None:
             self.durable.remove(known.filter, known)
@@ -142,7 +135,7 @@ class Topics:
             )
 
     def rewrite_old(self, now_ms: int) -> None:
-        """What still holds is written down once a day, so the log need not keep what is older."""
+        """Rewrites active subscriptions once a day, within the retention of the log."""
         for owned in self._durable.values():
             for found in owned.values():
                 if now_ms - found.logged_ms >= SUBSCRIPTION_REWRITE_MS:
@@ -168,7 +161,7 @@ class Topics:
         group, name = request.payload.text("group"), request.payload.text("name")
         for field, value in (("group", group), ("name", name)):
             if value is not None and not 1 <= len(value.encode()) <= SUBSCRIPTION_NAME_BYTES_MAX:
-                raise field_error(field, f"{field} has 1 to {SUBSCRIPTION_NAME_BYTES_MAX} bytes")
+                raise field_error(field, f"{field} must have 1 to {SUBSCRIPTION_NAME_BYTES_MAX} bytes")
         durable = request.payload.truth("durable") is True
         if not hub.policy.may_filter(session.principal, text):
             raise hub.denied(session, "subscribe", "denied by policy", text, now_ms)
@@ -179,7 +172,11 @@ class Topics:
                 return
         if len(session.subscriptions) >= hub.limits.hub_session_subscriptions:
             details = {"retryAfter": 1000, "kind": "subscribe", "reason": "subscriptions"}
-            raise HubError("rate_limited", "too many subscriptions on this session", details)
+            raise HubError(
+                "rate_limited",
+                f"at most {hub.limits.hub_session_subscriptions} subscriptions per session",
+                details,
+            )
         if durable:
             self._subscribe_durable(session, request, wanted, name, group, now_ms)
             return
@@ -192,7 +189,7 @@ class Topics:
         else:
             shared = self.groups.setdefault((text, group), SubscriberGroup())
             if not shared.members:
-                # One entry for the whole group: whoever is first stands for all.
+                # The first member represents the whole group.
                 self.live.add(wanted, subscription)
             shared.members.append(subscription)
         self._subscribed(session, request, subscription, None, now_ms)
@@ -218,13 +215,13 @@ class Topics:
         group: str | None,
         now_ms: int,
     ) -> None:
-        """One of an actor is its own; one of a group is everybody's who takes part in it."""
+        """A durable subscription belongs to the actor, or to the group that its members share."""
         hub = self._hub
         owner = request.sender.path if group is None else group_queue_path(group, wanted.text)
         key = (owner, wanted.text if group is not None else name or wanted.text)
         known = self._durable.get(owner, {}).get(key[1])
         if known is not None and known.filter.text != wanted.text:
-            raise field_error("name", "there is a subscription of this name to another topic")
+            raise field_error("name", "a subscription with this name has another topic")
 
         def enter(settled: AppendOutcome, now_ms: int) -> None:
             if settled.error is not None:
@@ -244,13 +241,13 @@ class Topics:
             self._start(request.payload.value("from"), new, enter)
 
     def _start(self, begin: object, subscription: TopicSubscription, enter: SubscribeCallback) -> None:
-        """Writes down where it begins, then that it does."""
+        """Commits the start cursors, then the subscription."""
         hub, wanted = self._hub, subscription.filter
         key = (subscription.owner, subscription.key)
 
         def start(position: int | None) -> None:
             self._begin_cursors(subscription, begin, position)
-            hub.mailboxes.cursors.flush()  # where it begins is durable before the subscription is
+            hub.mailboxes.cursors.flush()  # the start is durable before the subscription
             self._starting.setdefault(key, [enter])
 
             def then(settled: AppendOutcome, now_ms: int) -> None:
@@ -283,7 +280,7 @@ class Topics:
         hub.effects.append(Read(stream, 0, 1, 1, found_time, since))
 
     def _begin_cursors(self, found: TopicSubscription, begin: object, position: int | None) -> None:
-        """A topic that exists begins where it is asked to; one that comes later begins at its start."""
+        """Existing topics start at `begin`; later ones at their beginning."""
         hub = self._hub
         topics = [found.filter.text] if found.filter.is_plain else list(self.stored_topics)
         for topic in topics:
@@ -300,7 +297,9 @@ class Topics:
             elif isinstance(begin, str) and found.filter.is_plain:
                 entry = hub.streams.resolve(stream, begin)
             else:
-                raise field_error("from", "from is now, -1, an offset or a time")
+                raise field_error(
+                    "from", "from must be now, -1, an offset, Unix milliseconds or an RFC 3339 timestamp"
+                )
             hub.mailboxes.cursors.set(found.owner, stream, Cursor(entry, entry))
             hub.mailboxes.cursors.mark_dirty(found.owner, stream)
 
@@ -314,7 +313,7 @@ class Topics:
     def _join(
         self, session: Session, sender: str, found: TopicSubscription, now_ms: int
     ) -> TopicSubscription:
-        """What the session has of it: the subscription itself, or a part in its group."""
+        """Attaches the session to the subscription, or makes it a member of the group."""
         if not session.alive:
             return found
         if found.group is None:
@@ -341,7 +340,7 @@ class Topics:
         return mine
 
     def _activate(self, session: Session, found: TopicSubscription, now_ms: int) -> None:
-        """The owner is here: its feeds flow."""
+        """The owner is online: pushes its feeds."""
         mailboxes = self._hub.mailboxes
         if found.session is not None and found.session is not session:
             found.session.subscriptions.pop(found.id, None)
@@ -367,7 +366,7 @@ class Topics:
     # -- ending ----------------------------------------------------------------------------------------
 
     def unsubscribe(self, session: Session, request: HubRequest, now_ms: int) -> None:
-        """Touches only the one that is named; an unknown one is no error."""
+        """Ends the named subscription; an unknown one is not an error."""
         named = request.payload.text("subscriptionId") or request.payload.text("topic")
         if named is None:
             raise field_error("subscriptionId", "subscriptionId or topic is missing")
@@ -393,7 +392,7 @@ class Topics:
             self._hub.send_reply(session, request, "hub:unsubscribed", payload, now_ms)
 
     def _end_group(self, found: TopicSubscription) -> None:
-        """A group ends when the last of its members says so; one that only lost its connection does not."""
+        """A group ends when its last member unsubscribes, not when it disconnects."""
         assert found.group is not None
         path = group_queue_path(found.group, found.filter.text)
         queue = self._hub.mailboxes.queues.get(path)
@@ -420,7 +419,7 @@ class Topics:
         )
 
     def drop(self, found: TopicSubscription) -> None:
-        """It is not a session's any more."""
+        """Detaches a subscription from its session."""
         if found.durable:
             if found.group is not None:
                 self._hub.mailboxes.leave_group(found)
@@ -468,7 +467,7 @@ def _parse_start_ns(begin: object) -> int | None:
 
 
 class Publication:
-    """One message on its way to its subscribers."""
+    """One message that is being delivered to subscribers."""
 
     __slots__ = ("_copy", "_frame", "_hub", "_request", "_session", "_topic", "counts")
 
@@ -481,10 +480,10 @@ class Publication:
         self._topic = topic
         self._copy = copy
         self._frame: SharedEnvelope | None = None
-        self.counts = [0, 0]  # handed over, queued
+        self.counts = [0, 0]  # delivered, queued
 
     def deliver(self, entry: int, now_ms: int) -> None:
-        """To durable subscribers through their feeds, to others directly; a session gets one copy."""
+        """Delivers to durable subscribers through their feeds, to others directly; one copy per session."""
         served: set[Session] = set()
         if entry:
             self._deliver_durable(entry, served, now_ms)
@@ -549,7 +548,7 @@ class Publication:
         return outcome
 
     def _deliver_to_group(self, key: tuple[str, str], now_ms: int) -> None:
-        """Exactly one member gets it."""
+        """Delivers to exactly one member."""
         hub = self._hub
         group = hub.topics.groups.get(key)
         member = None if group is None else group.choose()
@@ -582,7 +581,7 @@ class Publication:
         )
 
     def _expect_group_reply(self, found: TopicSubscription, entry: int, now_ms: int) -> None:
-        """Whichever member is given the entry may answer it, also one that comes later."""
+        """Any member that gets the entry may reply, also one that joins later."""
         pending, stream = self._pending_request(found.owner, now_ms), topic_stream(self._topic)
         self._hub.pending.begin(pending)
         offset = self._hub.streams.offset(stream, entry)

@@ -1,4 +1,4 @@
-"""The causal graph: what was accepted, delivered, processed, answered or lost, as records of a stream."""
+"""Message trace: records of accepted, delivered, processed, replied and dead messages in `hub/trace`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _quoted: Final = msgspec.json.Encoder().encode
 
 
 class MessageTrace:
-    """Written in batches, off the path. `durable` is about stored messages, `all` about every one."""
+    """Records are written in batches. Mode `durable` covers stored messages, `all` every message."""
 
     def __init__(self, hub: Hub, mode: str) -> None:
         self._hub = hub
@@ -39,7 +39,7 @@ class MessageTrace:
         offset: str | None = None,
         reason: str | None = None,
     ) -> None:
-        """One event of one copy."""
+        """Adds one event of one message."""
         if self._mode == "off" or (self._mode == "durable" and stream is None and event != "dead"):
             return
         metadata = requests.parse_metadata(copy)
@@ -72,7 +72,7 @@ class MessageTrace:
 
     @property
     def is_on(self) -> bool:
-        """Whether what happens to stored messages is noted."""
+        """Whether stored messages are traced."""
         return self._mode != "off"
 
     def add(self, record: bytes) -> None:
