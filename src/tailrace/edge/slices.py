@@ -1,4 +1,4 @@
-"""Reads of slices: from the cache, together with an equal read that is under way, or from upstream."""
+"""Reads of slices: from the cache, by joining an equal read in progress, or from upstream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.edge.upstreams import Upstream
 from tailrace.protocol.http_headers import slice_etag_format
 
-# Refusals of whoever asked, which say nothing to others who wait for the same answer.
+# Errors that concern one client only, not others that share the read.
 UNSHARED_STATUSES = (401, 403, 429)
 
 JSON = "json"
@@ -28,14 +28,14 @@ SliceKey = tuple[str, str, str, str, str]  # name, filter, format, key, offset
 
 
 class PendingRead(NamedTuple):
-    """A read that is under way, and what was known when it was sent."""
+    """A read in progress, and the state of the stream when it was sent."""
 
     task: asyncio.Task[Slice]
     writes: int
 
 
 class SliceReader:
-    """Answers catch-up reads. Who may read is decided before."""
+    """Serves catch-up reads; authorisation comes before."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class SliceReader:
         self._confirming: dict[str, asyncio.Task[None]] = {}
 
     async def get(self, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
-        """A slice, and what X-Cache says of it. Raises what the upstream says if that is a no."""
+        """A slice and its X-Cache value. Raises the upstream's error."""
         found = await self.at_hand(reading, caller)
         return (found, "HIT") if found is not None else (await self.fetched(reading, caller), "MISS")
 
     async def at_hand(self, reading: SharedRead, caller: Caller) -> Slice | None:
-        """What may be given without asking the upstream for it."""
+        """A cached slice that is valid without an upstream request."""
         key = slice_key(reading)
         facts = self._book.of(reading.name)
         found = await self._kept(key, facts, caller) or await self._just_read(key, facts, caller)
@@ -76,7 +76,7 @@ class SliceReader:
         return found
 
     async def fetched(self, reading: SharedRead, caller: Caller) -> Slice:
-        """What the upstream says now, or is just about to say to somebody else."""
+        """The slice from upstream, shared with equal concurrent reads."""
         key = slice_key(reading)
         facts = self._book.of(reading.name)
         flight = self._flights.get(key)
@@ -85,7 +85,7 @@ class SliceReader:
             try:
                 return await asyncio.shield(flight.task)
             except UpstreamLostError:
-                pass  # tried once on its own
+                pass  # retried once, unshared
             except UpstreamRefusedError as refused:
                 if refused.refusal.status not in UNSHARED_STATUSES:
                     raise
@@ -94,7 +94,7 @@ class SliceReader:
     # -- the cache
 
     async def _kept(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
-        """What is kept, once it is known that the stream still exists."""
+        """A cached slice, once the stream is known to exist."""
         asked = key
         key = next(filter(self._may_have, equivalent_keys(asked)), asked)
         if not self._may_have(key):
@@ -123,7 +123,7 @@ class SliceReader:
         return key in self._memory or (self._disk is not None and self._disk.may_have(key))
 
     def _if_good(self, key: SliceKey, found: Slice, facts: StreamInfo) -> Slice | None:
-        """A slice, unless its time is over, its entries were trimmed or its stream may have ended."""
+        """The slice, unless it expired, was trimmed, or its stream may have ended."""
         now = self._context.loop.time()
         if now >= found.until or found.start < facts.earliest:
             self._memory.discard(key)
@@ -131,7 +131,7 @@ class SliceReader:
         return found if facts.lives(now) else None
 
     def _is_confirmed(self, facts: StreamInfo) -> bool:
-        """Whether the stream is known to exist, and how long it lives.
+        """Whether the stream is known to exist, with its lifetime.
 
         The registry tells of streams, not of what is trimmed: that only the owner's answers do.
         """
@@ -143,12 +143,12 @@ class SliceReader:
         return age_s < self._context.limits.edge_confirm_ms / 1000
 
     async def _settle(self, upstream: Upstream, facts: StreamInfo) -> None:
-        """If connections failed before the stream was seen last, that may have been at another server."""
+        """Checks a suspect upstream: it may have been replaced by another server."""
         if upstream.doubted_at is not None and upstream.doubted_at <= facts.confirmed_at:
             await upstream.settle()
 
     async def _just_read(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
-        """The answer of a moment ago, if nothing was written since."""
+        """A recent response at the tail, if nothing was written since."""
         if self._fresh(key, facts) is None:
             return None
         if facts.lifetime is None:
@@ -167,7 +167,7 @@ class SliceReader:
         return recent if age_s < self._context.limits.edge_recent_ms / 1000 else None
 
     async def _confirm(self, name: str, caller: Caller) -> None:
-        """Asks whether a stream exists; all who wonder at once ask together."""
+        """HEAD of a stream; concurrent callers share one request."""
         task = self._confirming.get(name)
         if task is None:
             task = self._context.loop.create_task(self._look(name, caller.authorization))
@@ -179,7 +179,7 @@ class SliceReader:
         try:
             await self._channels.head(name, self._context.token or authorization)
         except (UpstreamRefusedError, UpstreamLostError, TailraceError):
-            return  # what it told is noted; the read itself says the rest
+            return  # recorded; the read itself reports the error
 
     # -- reading upstream
 
@@ -218,7 +218,7 @@ class SliceReader:
         now = context.loop.time()
         self._book.note_reply(reading.name, reply, sent_at)
         if body is None:
-            raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
+            raise TailraceError("unavailable", "the upstream response is too large for this edge")
         if reply.status == 304 and known is not None:
             found = known.slice.confirmed(reply, now, sent_at)
             context.telemetry.edge_revalidated.value += 1
@@ -230,12 +230,12 @@ class SliceReader:
         if self._is_lasting(found):
             context.spawn(self._keep(key, found, facts, generation, caller))
         elif found.is_open and found.tag and facts.generation == generation:
-            # If something was written meanwhile it is not given again, but is still good to compare with.
+            # After a concurrent write it is not served again, only revalidated.
             self._recent.put(key, RecentRead(found, generation, writes, now))
         return found
 
     def _is_lasting(self, found: Slice) -> bool:
-        """An answer that holds for a while. What is private may be kept by who checks every reader."""
+        """Whether a response is cacheable. Private ones are, if the edge verifies every reader."""
         fits = len(found.body) <= self._context.limits.edge_slice_bytes
         lasts = self._context.loop.time() < found.until
         return fits and lasts and ("public" in found.cache_control or self._verifies)
@@ -243,7 +243,7 @@ class SliceReader:
     async def _keep(
         self, key: SliceKey, found: Slice, facts: StreamInfo, generation: int, caller: Caller
     ) -> None:
-        """Keeps a slice, once it is known how long its stream lives. On disk is only what never changes."""
+        """Caches a slice once the lifetime of its stream is known; on disk only if immutable."""
         if facts.lifetime is None:
             await self._confirm(key[0], caller)
         upstream = self._context.upstreams.home(key[0])
@@ -253,7 +253,7 @@ class SliceReader:
         found.epoch = facts.epoch
         keys = {key, (*key[:4], found.start)} if found.start else {key}
         if facts.retained:
-            keys.discard((*key[:4], "-1"))  # where it begins moves
+            keys.discard((*key[:4], "-1"))  # its start moves
         for each in keys:
             self._memory.put(each, found)
             if self._disk is not None and found.is_immutable:
@@ -261,7 +261,7 @@ class SliceReader:
 
 
 def equivalent_keys(key: SliceKey) -> tuple[SliceKey, ...]:
-    """The keys of what may be the same slice: of a JSON stream the form that is given unasked is JSON."""
+    """The keys of equal slices: JSON is the default format of a JSON stream."""
     other = {"": JSON, JSON: ""}.get(key[2])
     return (key,) if other is None else (key, (*key[:2], other, *key[3:]))
 

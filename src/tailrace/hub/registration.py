@@ -33,7 +33,7 @@ from tailrace.hub.sender import rename_session
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
-    from tailrace.hub.state import Hub
+    from tailrace.hub.state import Hub, HubStreams
 
 
 CAPABILITIES_MAX: Final = 256
@@ -365,12 +365,13 @@ def _append_and_notify(hub: Hub, told: str, found: Registration, body: bytes) ->
 
 DISCOVERY_PAGE_MAX: Final = 100
 REPLAY_ENTRIES: Final = 1000
+AS_OF_FORMS: Final = "asOf must be Unix milliseconds, an RFC 3339 timestamp or an offset"
 REPLAY_BYTES: Final = 1024 * 1024
-FULL_REWRITE_NS: Final = 2 * 24 * 3600 * 10**9  # within two days everything that holds is written down again
+FULL_REWRITE_NS: Final = 2 * 24 * 3600 * 10**9  # every active registration is logged again within this time
 
 
 class RegistryEvent(msgspec.Struct):
-    """A message of the registry's log."""
+    """One event of hub/registry."""
 
     key: str
     value: RegistrationRecord | None = None
@@ -381,14 +382,14 @@ _event_decoder: Final = msgspec.json.Decoder(RegistryEvent)
 
 
 def parse_registry_event(body: bytes) -> tuple[str, Registration | None]:
-    """The path it is about, and what is registered there from then on."""
+    """The path of an event, and its registration, None if removed."""
     found = _event_decoder.decode(body)
     return found.key[2:-1], None if found.value is None else from_record(found.value)
 
 
 def _page_limit(request: HubRequest) -> int:
-    asked = request.payload.integer("limit")
-    return DISCOVERY_PAGE_MAX if asked is None else max(1, min(asked, DISCOVERY_PAGE_MAX))
+    limit = request.payload.integer("limit")
+    return DISCOVERY_PAGE_MAX if limit is None else max(1, min(limit, DISCOVERY_PAGE_MAX))
 
 
 def discover(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
@@ -464,34 +465,19 @@ def _discover_as_of(
     as_of: object,
     now_ms: int,
 ) -> None:
-    """The registry as it was: its log is read again up to that moment."""
+    """Discovery in the past: replays the registry events up to that time or offset."""
     streams = hub.streams
     tail, earliest = streams.tail(REGISTRY_STREAM) or 0, streams.earliest(REGISTRY_STREAM)
-    upto_ns: int | None = None
-    upto = tail
-    if isinstance(as_of, int) and not isinstance(as_of, bool):
-        upto_ns = as_of * 1_000_000 + 999_999
-    elif isinstance(as_of, str) and "T" in as_of and "-" in as_of:
-        try:
-            upto_ns = int(datetime.fromisoformat(as_of).timestamp() * 1e9)
-        except ValueError:
-            raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset") from None
-    elif isinstance(as_of, str):
-        try:
-            upto = streams.resolve(REGISTRY_STREAM, as_of)
-        except TailraceError as error:
-            raise to_hub_error(error) from None
-    else:
-        raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset")
+    upto, upto_ns = _parse_as_of(streams, as_of, tail)
     state: dict[str, Registration] = {}
-    times: list[int] = []  # of the first entry that is left, and of the last that counts
+    times: list[int] = []  # of the earliest entry, and of the last replayed
     at_ms = now_ms if upto_ns is None else upto_ns // 1_000_000
 
     def done(last: int, now_ms: int) -> None:
         if earliest and (not times or times[-1] - times[0] < FULL_REWRITE_NS):
-            # What held then may be written down before what is left.
+            # Registrations of that time may have been logged before the earliest entry.
             details = {"earliestOffset": streams.offset(REGISTRY_STREAM, earliest)}
-            error = HubError("offset_gone", "the registry's log does not go back that far", details)
+            error = HubError("offset_gone", "the registry log does not go back that far", details)
             hub.send_request_error(session, request, error, now_ms)
             return
         found = (
@@ -527,6 +513,23 @@ def _discover_as_of(
         done(0, now_ms)
         return
     hub.effects.append(Read(REGISTRY_STREAM, earliest, REPLAY_ENTRIES, REPLAY_BYTES, then))
+
+
+def _parse_as_of(streams: HubStreams, as_of: object, tail: int) -> tuple[int, int | None]:
+    """The last entry to replay, or `tail` and the last time in ns."""
+    if isinstance(as_of, int) and not isinstance(as_of, bool):
+        return tail, as_of * 1_000_000 + 999_999
+    if not isinstance(as_of, str):
+        raise field_error("asOf", AS_OF_FORMS)
+    if "T" in as_of and "-" in as_of:
+        try:
+            return tail, int(datetime.fromisoformat(as_of).timestamp() * 1e9)
+        except ValueError:
+            raise field_error("asOf", AS_OF_FORMS) from None
+    try:
+        return streams.resolve(REGISTRY_STREAM, as_of), None
+    except TailraceError as error:
+        raise to_hub_error(error) from None
 
 
 def _was_registered(found: Registration, at_ms: int) -> bool:
