@@ -229,7 +229,7 @@ class EdgeApp:
         if target.kind == "stream" or _is_system_read(exchange, target):
             return self._gate.admit(exchange, target.name)
         if exchange.path in PUBLIC_PATHS:
-            return Caller.of(exchange)
+            return Caller.from_exchange(exchange)
         return self._gate.identify(exchange)
 
     def _shows(self, path: bytes) -> bool:
@@ -267,7 +267,7 @@ class EdgeApp:
             self._held.hold(exchange, lambda: self._upstream(exchange, target))
 
     def _is_known_event_stream(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> bool:
-        return is_event_stream(exchange, _names_stream(target)) and self._held.knows(
+        return is_event_stream(exchange, _names_stream(target)) and self._held.is_known(
             exchange, target.name, caller
         )
 
@@ -316,7 +316,7 @@ class EdgeApp:
     def _upstream(self, exchange: Exchange, target: RequestTarget) -> Upstream:
         upstreams = self._context.upstreams
         place = target.name if self._shards is None else self._shards.place(exchange, target)
-        return upstreams.of(place) if place else upstreams.any()
+        return upstreams.for_stream(place) if place else upstreams.any()
 
     async def _answer_live(
         self, exchange: Exchange, target: RequestTarget, reading: SharedRead, caller: Caller
@@ -340,7 +340,7 @@ class EdgeApp:
     async def _get_slice(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
         context = self._context
         begun = time.monotonic()
-        found = await self._slices.at_hand(reading, caller)
+        found = await self._slices.cached(reading, caller)
         looked = time.monotonic()
         context.note(exchange, "edge-cache", looked - begun)
         if found is not None:
@@ -350,7 +350,7 @@ class EdgeApp:
         return found, "MISS"
 
     async def _respond(self, exchange: Exchange, reading: SharedRead, found: Slice, outcome: str) -> None:
-        facts = self._book.of(reading.name)
+        facts = self._book.get(reading.name)
         head = found.lines + reading.start_line + cache_line(outcome)
         if found.end:
             # At an open tail the end of the slice is the requested offset.
@@ -370,7 +370,7 @@ class EdgeApp:
             exchange.respond(304, head)
             return
         if is_compressible(found) and accepts_gzip(exchange.headers.get(b"accept-encoding", b"")):
-            body = await self._packer.pack(found)
+            body = await self._packer.compress(found)
             head += GZIP_HEADER
         self._context.telemetry.edge_requests.add("read", outcome, 200)
         exchange.respond(200, http_headers.header_line("Content-Type", found.content_type) + head, body)

@@ -27,7 +27,7 @@ class EdgeToken:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._stamp = self._look()
+        self._stamp = self._file_stamp()
         self.value = self._read()  # as an Authorization header
         self._until_s: float | None = None  # wall time
         self._refused_by: set[str] = set()
@@ -45,7 +45,7 @@ class EdgeToken:
 
     def refresh(self) -> bool:
         """Rereads a changed file; True if it has another token. An unreadable file changes nothing."""
-        stamp = self._look()
+        stamp = self._file_stamp()
         if stamp == self._stamp:
             return False
         self._stamp = stamp
@@ -83,7 +83,7 @@ class EdgeToken:
                 extra=log_fields(upstream=upstream_id, path=str(self._path)),
             )
 
-    def _look(self) -> FileStamp | None:
+    def _file_stamp(self) -> FileStamp | None:
         try:
             found = self._path.stat()
         except OSError:
@@ -124,7 +124,7 @@ class Caller(NamedTuple):
     request_id: bytes = b""
 
     @classmethod
-    def of(cls, exchange: Exchange, *, shared: bool = False) -> Caller:
+    def from_exchange(cls, exchange: Exchange, *, shared: bool = False) -> Caller:
         """An unverified client."""
         given = exchange.headers
         ip = exchange.peer.rpartition(":")[0]
@@ -147,7 +147,7 @@ class Authenticator:
 
     def admit(self, exchange: Exchange, name: str) -> Caller:
         """Authorises a request on a stream, before any lookup or forwarding."""
-        caller = Caller.of(exchange, shared=b"authorization" not in exchange.headers)
+        caller = Caller.from_exchange(exchange, shared=b"authorization" not in exchange.headers)
         if self.verifier is None:
             return caller
         identity = self._identify(self.verifier, caller.authorization)
@@ -163,7 +163,7 @@ class Authenticator:
 
         A missing token is accepted: some routes are public, others authenticate over the socket.
         """
-        caller = Caller.of(exchange)
+        caller = Caller.from_exchange(exchange)
         if self.verifier is None or caller.authorization is None:
             return caller
         return caller._replace(identity=self._identify(self.verifier, caller.authorization))
@@ -182,7 +182,7 @@ class Authenticator:
                 return None
             raise
 
-    def look_at(self, token: EdgeToken) -> None:
+    def read_expiry(self, token: EdgeToken) -> None:
         """Reads the expiry of the edge's own token, if it can be verified here."""
         try:
             if self.verifier is not None:
@@ -199,7 +199,7 @@ class Authenticator:
         """Whether keys or revocations changed since the last call."""
         return self.verifier is not None and self.verifier.changed()
 
-    def stands(self, caller: Caller) -> bool:
+    def is_valid(self, caller: Caller) -> bool:
         """Whether the client's token is still valid."""
         if self.verifier is None or caller.identity is None:
             return True
@@ -209,7 +209,7 @@ class Authenticator:
         """Raises if the client's token expired or was revoked while it waited."""
         if caller.until_s is not None and now_s >= caller.until_s:
             raise invalid_token_error("the token has expired")
-        if not self.stands(caller):
+        if not self.is_valid(caller):
             raise invalid_token_error("the token was revoked")
 
     def start(self) -> None:

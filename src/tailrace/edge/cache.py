@@ -88,7 +88,7 @@ class Slice:
         self.lines = response_lines(kept)
 
     @classmethod
-    def of(cls, reply: UpstreamResponse, body: bytes, now: float, sent_at: float) -> Slice:
+    def from_response(cls, reply: UpstreamResponse, body: bytes, now: float, sent_at: float) -> Slice:
         return cls(reply.fields, body, now).brought_by(reply, sent_at)
 
     def confirmed(self, reply: UpstreamResponse, now: float, sent_at: float) -> Slice:
@@ -237,7 +237,7 @@ class SliceCompressor:
         self._packed: OrderedDict[Slice, bytes] = OrderedDict()
         self._bytes = 0
 
-    async def pack(self, found: Slice) -> bytes:
+    async def compress(self, found: Slice) -> bytes:
         packed = self._packed.get(found)
         if packed is not None:
             self._packed.move_to_end(found)

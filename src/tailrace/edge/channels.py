@@ -114,14 +114,14 @@ class Channel:
         self._upstream: Upstream | None = None  # of the socket
         self._opened_at = 0.0
         self._setbacks = ReconnectBackoff()
-        self.carried: bytes | None = None  # the Authorization of the socket
+        self.authorization: bytes | None = None  # the Authorization of the socket
         self._hold: asyncio.Task[None] | None = None  # ends the channel if the upstream stays away
         self._round: list[ChannelReader] = []
-        self._told = 0  # readers of the round
-        self._told_again = False
+        self._notified = 0  # readers of the round
+        self._notify_again = False
         # Arrival of the oldest batch of this round, and of the next one.
         self._round_since: float | None = None
-        self._untold_since: float | None = None
+        self._unsent_since: float | None = None
         self.uncounted = False  # no longer part of the total of ring bytes
         self.idle_since = self._context.loop.time()
         self.opened: asyncio.Task[None] = self._context.loop.create_task(self._open(token))
@@ -149,7 +149,7 @@ class Channel:
         """Whether an offset lies inside the ring, at a batch boundary or not."""
         return bool(self.ring) and self.ring[0].start <= offset <= self.end
 
-    def piece_from(self, number: int, form: str) -> EncodedBatches:
+    def encoded_from(self, number: int, form: str) -> EncodedBatches:
         """The encoded batches from a number on, shared by all readers at it."""
         found = self._joined.get((number, form))
         if found is None:
@@ -209,12 +209,12 @@ class Channel:
     async def _open(self, token: bytes | None) -> None:
         """Follows the stream from its tail, or from where the socket was lost."""
         context = self._context
-        upstream = context.upstreams.of(self.key.name)
+        upstream = context.upstreams.for_stream(self.key.name)
         async with upstream.opening:
-            feed = await self._look_and_follow(upstream, token)
+            feed = await self._open_feed(upstream, token)
         if feed is None:
             return
-        upstream.note_opened()
+        upstream.record_opened()
         if feed.ended:
             return
         if self.over:
@@ -225,10 +225,10 @@ class Channel:
         self.connected = not self.closed
         self._end_hold()
 
-    async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> UpstreamFeed | None:
+    async def _open_feed(self, upstream: Upstream, token: bytes | None) -> UpstreamFeed | None:
         """The feed; None if the stream is closed or changed its type."""
         context = self._context
-        authorization = self.carried = context.token or token or self._some_token()
+        authorization = self.authorization = context.token or token or self._some_token()
         reply = await self._channels.head(self.key.name, authorization)
         content_type = (reply.get(b"content-type") or b"").decode("latin-1")
         if self.content_type is not None and content_type != self.content_type:
@@ -268,12 +268,12 @@ class Channel:
             if control.closed:
                 self._close_stream()
             else:
-                self._tell()
+                self._notify_readers()
             return
         batch = FeedBatch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
         batch.arrived = time.monotonic()
-        if self._untold_since is None:
-            self._untold_since = batch.arrived
+        if self._unsent_since is None:
+            self._unsent_since = batch.arrived
         self._numbers[batch.start] = self.following
         self.ring.append(batch)
         self.ring_bytes += batch.size
@@ -283,7 +283,7 @@ class Channel:
         if control.closed:
             self._close_stream()
         else:
-            self._tell()
+            self._notify_readers()
 
     def _on_lost(self, code: int) -> None:
         self._feed = None
@@ -338,10 +338,10 @@ class Channel:
         await asyncio.sleep(self._context.limits.edge_hold_ms / 1000)
         upstreams = self._context.upstreams
         try:
-            upstream = upstreams.of(self.key.name)
+            upstream = upstreams.for_stream(self.key.name)
         except TailraceError:
             upstream = upstreams.home(self.key.name)
-        if await upstream.look_now():
+        if await upstream.check_now():
             await asyncio.sleep(RAMP_S)
         self.stop(CLOSE_OVERLOADED)
 
@@ -353,7 +353,7 @@ class Channel:
     def _dismiss_refused(self) -> bool:
         """The owner refuses this token: ends its readers, and retries with the tokens of others."""
         for reader in list(self.readers):
-            if reader.authorization == self.carried:
+            if reader.authorization == self.authorization:
                 self.detach(reader)
                 reader.on_end(CLOSE_NOT_ALLOWED)
         if self._context.token is not None or not self.readers:
@@ -362,7 +362,7 @@ class Channel:
 
     async def _pause(self) -> None:
         try:
-            upstream = self._context.upstreams.of(self.key.name)
+            upstream = self._context.upstreams.for_stream(self.key.name)
         except TailraceError:
             await asyncio.sleep(SHUT_S)  # no upstream is usable
         else:
@@ -371,38 +371,38 @@ class Channel:
 
     def _note_failure(self) -> None:
         try:
-            self._context.upstreams.of(self.key.name).note_failed(self._context.loop.time())
+            self._context.upstreams.for_stream(self.key.name).record_failed(self._context.loop.time())
         except TailraceError:
             return
 
     # -- notifying readers
 
-    def _tell(self) -> None:
+    def _notify_readers(self) -> None:
         if self._round:
-            self._told_again = True
+            self._notify_again = True
             return
-        self._round, self._told = list(self.readers), 0
-        self._round_since, self._untold_since = self._untold_since, None
-        self._go_on()
+        self._round, self._notified = list(self.readers), 0
+        self._round_since, self._unsent_since = self._unsent_since, None
+        self._notify_next()
 
-    def _go_on(self) -> None:
-        begun, self._told = self._told, self._told + NOTIFIED_PER_SLICE
-        for reader in self._round[begun : self._told]:
+    def _notify_next(self) -> None:
+        begun, self._notified = self._notified, self._notified + NOTIFIED_PER_SLICE
+        for reader in self._round[begun : self._notified]:
             if reader in self.readers:
                 try:
                     reader.on_batches()
                 except Exception:
                     logger.exception("live reader failed")  # the others are still notified
-        if self._told < len(self._round):
-            self._context.loop.call_soon(self._go_on)
+        if self._notified < len(self._round):
+            self._context.loop.call_soon(self._notify_next)
             return
         if self._round and self._round_since is not None:
             delivery_s = time.monotonic() - self._round_since
             self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
         self._round = []
-        if self._told_again:
-            self._told_again = False
-            self._context.loop.call_soon(self._tell)
+        if self._notify_again:
+            self._notify_again = False
+            self._context.loop.call_soon(self._notify_readers)
 
     # -- the end
 
@@ -412,7 +412,7 @@ class Channel:
         self.connected = False
         self._end_hold()
         self._channels.forget(self)  # new readers go to the upstream
-        self._tell()
+        self._notify_readers()
 
     def _finish(self, code: int) -> None:
         if self.over:
@@ -450,10 +450,10 @@ class Channel:
         if self._upstream is None or self._upstream.usable:
             return False
         try:
-            door = self._context.upstreams.of(self.key.name)
+            upstream = self._context.upstreams.for_stream(self.key.name)
         except TailraceError:
             return False
-        return door is not self._upstream and door.usable
+        return upstream is not self._upstream and upstream.usable
 
     def drop_oldest(self) -> None:
         """Evicts the oldest batch; readers that still need it read slices."""
@@ -488,20 +488,20 @@ class ChannelWaiter:
         self._channel = channel
         self.authorization = authorization
         self.until_s = until_s
-        self._rung = asyncio.Event()
+        self._event = asyncio.Event()
 
     def on_batches(self) -> None:
-        self._rung.set()
+        self._event.set()
 
     def on_end(self, code: int) -> None:
-        self._rung.set()
+        self._event.set()
 
     async def wait(self, seconds: float) -> bool:
         """True on an event, False after a timeout."""
         self._channel.attach(self)
         try:
             async with asyncio.timeout(seconds):
-                await self._rung.wait()
+                await self._event.wait()
         except TimeoutError:
             return False
         finally:
@@ -593,7 +593,7 @@ class ChannelTable:
 
     async def head(self, name: str, authorization: bytes | None) -> UpstreamResponse:
         """HEAD of a stream at its owner; raises `UpstreamRefusedError`."""
-        upstream = self.context.upstreams.of(name)
+        upstream = self.context.upstreams.for_stream(name)
         request = build_request(
             b"HEAD",
             build_stream_target(name, {}),
@@ -602,7 +602,7 @@ class ChannelTable:
             authorization,
         )
         asking = self._book.asking(name, self.context.loop.time())
-        reply = await upstream.pool.ask(request, head_only=True, again=True)
+        reply = await upstream.pool.request(request, head_only=True, again=True)
         self._book.note_head(name, reply, self.context.loop.time(), asking)
         if reply.status != 200:
             raise UpstreamRefusedError(await read_answer(reply))
@@ -628,9 +628,13 @@ class ChannelTable:
         """
         enough = self.context.limits.edge_rings_bytes * ROOM_SHARE
         largest = sorted(self._all, key=lambda channel: channel.ring_bytes, reverse=True)
-        for kept in (1, 0):
+        for retained in (1, 0):
             for channel in largest:
-                while self.ring_bytes > enough and len(channel.ring) > kept and channel.ring[0] is not newest:
+                while (
+                    self.ring_bytes > enough
+                    and len(channel.ring) > retained
+                    and channel.ring[0] is not newest
+                ):
                     channel.drop_oldest()
 
     def stream_gone(self, name: str) -> None:
@@ -648,8 +652,8 @@ class ChannelTable:
             return
         epoch, code = -1, CLOSE_GOING_AWAY
         try:
-            carried = (channel.carried for channel in self._by_name[name])
-            reply = await self.head(name, self.context.token or next(filter(None, carried), None))
+            tokens = (channel.authorization for channel in self._by_name[name])
+            reply = await self.head(name, self.context.token or next(filter(None, tokens), None))
             epoch = _epoch_of((reply.get(b"stream-next-offset") or b"").decode("latin-1"))
         except UpstreamRefusedError as refused:
             code = CLOSE_GONE if refused.refusal.status in (404, 410) else CLOSE_GOING_AWAY

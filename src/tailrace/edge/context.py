@@ -104,7 +104,9 @@ class EdgeContext:
         """The header line with the client's identity for the owner; empty without a key."""
         if self._mark is None:
             return b""
-        return self._mark_line(exchange.method, whole_target(exchange), caller or Caller.of(exchange))
+        return self._mark_line(
+            exchange.method, whole_target(exchange), caller or Caller.from_exchange(exchange)
+        )
 
     def request_for(self, caller: Caller, upstream: Upstream, target: bytes, *more: bytes) -> bytes:
         """An upstream read on behalf of a client, which others may share."""

@@ -120,7 +120,7 @@ class Forwarder:
         except BodyLostError:
             return  # the client has its error, or is gone
         except UpstreamLostError as lost:
-            upstream.note_failed(context.loop.time())
+            upstream.record_failed(context.loop.time())
             raise upstream_unavailable(lost, exchange.method) from None
         theirs = reply.get(b"server-timing") or b""
         context.note_upstream(exchange, time.monotonic() - begun, reply.queued_s, theirs)
@@ -128,7 +128,7 @@ class Forwarder:
             if observe is not None:
                 observe(reply)
             if (reply.get(b"content-type") or b"").startswith(b"text/event-stream"):
-                upstream.pool.let_go(reply)
+                upstream.pool.release(reply)
             await self.relay(exchange, reply, "BYPASS" if is_read else "")
         finally:
             if connection is not None:
@@ -142,19 +142,19 @@ class Forwarder:
         is_head, is_read = exchange.method == b"HEAD", exchange.method in READ_METHODS
         if intake is not None:
             head = request_head(exchange, lines, framing_header(intake))
-            return await upstream.uploads.ask_while_coming(head, intake, head_only=is_head), None
+            return await upstream.uploads.request_streaming(head, intake, head_only=is_head), None
         request = request_bytes(exchange, lines)
         if apart:
-            return await upstream.pool.ask_apart(request)
-        return await upstream.pool.ask(request, head_only=is_head, again=is_read), None
+            return await upstream.pool.request_dedicated(request)
+        return await upstream.pool.request(request, head_only=is_head, again=is_read), None
 
     async def _upgrade(self, exchange: Exchange, upstream: Upstream, caller: Caller | None) -> None:
         mark = self._context.mark_of(exchange, caller)
         lines = request_lines(exchange, self._context.edge_id, mark, upgrade=True)
         try:
-            reply, connection = await upstream.pool.ask_apart(request_bytes(exchange, lines))
+            reply, connection = await upstream.pool.request_dedicated(request_bytes(exchange, lines))
         except UpstreamLostError as lost:
-            upstream.note_failed(self._context.loop.time())
+            upstream.record_failed(self._context.loop.time())
             raise upstream_unavailable(lost, exchange.method) from None
         if reply.status != 101:
             try:
@@ -268,7 +268,7 @@ class ShardRouter:
         raw = exchange.headers.get(b"stream-forked-from")
         if exchange.method == b"PUT" and raw is not None:
             source = stream_names.decode_name(raw.removeprefix(b"/v1/stream/"))
-            if source and self._upstreams.of(source) is not self._upstreams.of(target.name):
+            if source and self._upstreams.for_stream(source) is not self._upstreams.for_stream(target.name):
                 raise TailraceError("invalid_fork", "the source of the fork is on another server")
 
     def place(self, exchange: Exchange, target: RequestTarget) -> str:
@@ -307,7 +307,7 @@ class ShardRouter:
             row
             for upstream, answer in zip(self._upstreams.all, answers, strict=True)
             for row in orjson.loads(answer.body)
-            if key == "name" or self._upstreams.of(_database_key(row[key])) is upstream
+            if key == "name" or self._upstreams.for_stream(_database_key(row[key])) is upstream
         ]
         rows.sort(key=lambda row: str(row[key]).encode())
         more = len(rows) > limit or any(_has_next(answer) for answer in answers)
@@ -320,7 +320,7 @@ class ShardRouter:
         exchange.respond(200, head, orjson.dumps(page))
 
     async def _ask(self, upstream: Upstream, request: bytes) -> UpstreamAnswer:
-        reply = await upstream.pool.ask(request, again=True)
+        reply = await upstream.pool.request(request, again=True)
         body = await reply.body(LISTING_BYTES_MAX)
         answer = UpstreamAnswer(reply.status, reply.fields, body or b"")
         if reply.status != 200:

@@ -65,20 +65,20 @@ class HeldEventStreams:
         if len(self._answered) > KNOWN_MAX:
             self._answered.popitem(last=False)
 
-    def knows(self, exchange: Exchange, name: str, caller: Caller) -> bool:
+    def is_known(self, exchange: Exchange, name: str, caller: Caller) -> bool:
         """Whether a request is for an event stream that is known to exist.
 
         A client that sends `Last-Event-ID` has received events before, maybe before this edge was started.
         """
         if exchange.headers.get(b"last-event-id") or _digest(exchange) in self._answered:
             return True
-        return caller.shared and bool(name) and self._book.knows(name)
+        return caller.shared and bool(name) and self._book.contains(name)
 
     def hold(self, exchange: Exchange, find_upstream: FindUpstream) -> None:
         """Responds with an event stream of comments."""
         context, now = self._context, self._context.loop.time()
         try:
-            find_upstream().doubt()  # only a later health check counts as recovery
+            find_upstream().mark_suspect()  # only a later health check counts as recovery
         except TailraceError:
             pass  # no upstream is usable
         outlet = exchange.open_stream(200, EVENT_STREAM_HEADERS + cache_line("BYPASS"))
@@ -138,7 +138,7 @@ def _is_back(find_upstream: FindUpstream) -> bool:
         upstream = find_upstream()
     except TailraceError:
         return False
-    return upstream.usable and upstream.doubted_at is None
+    return upstream.usable and upstream.suspect_since is None
 
 
 def _digest(exchange: Exchange) -> bytes:

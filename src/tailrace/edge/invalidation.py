@@ -78,7 +78,7 @@ class UpstreamRegistry:
             try:
                 feed = await self._open()
             except UpstreamLostError:
-                self._upstream.note_failed(self._context.loop.time())
+                self._upstream.record_failed(self._context.loop.time())
                 await self._upstream.pause()
                 continue
             except UpstreamRefusedError as refused:
@@ -121,7 +121,7 @@ class UpstreamRegistry:
         host = self._upstream.origin.host_header
         target = f"/v1/stream/{REGISTRY_STREAM}".encode()
         request = build_request(b"HEAD", target, host, self._context.edge_id, self._context.token)
-        reply = await self._upstream.pool.ask(request, head_only=True, again=True)
+        reply = await self._upstream.pool.request(request, head_only=True, again=True)
         if reply.status != 200:
             raise UpstreamRefusedError(await read_answer(reply))
         return (reply.get(b"stream-next-offset") or b"").decode("latin-1")
@@ -175,11 +175,11 @@ class RevocationFollower:
 
     @property
     def is_followed(self) -> bool:
-        return all(followed.is_told for followed in self._followed)
+        return all(followed.is_known for followed in self._followed)
 
     async def start(self) -> None:
         loop = self._context.loop
-        first = [loop.create_task(self._look(followed)) for followed in self._followed]
+        first = [loop.create_task(self._poll(followed)) for followed in self._followed]
         await asyncio.wait(first, timeout=FIRST_POLL_S_MAX)
         self._tasks = [loop.create_task(self._watch(followed)) for followed in self._followed]
 
@@ -192,13 +192,13 @@ class RevocationFollower:
         while True:
             await asyncio.sleep(REVOCATION_POLL_S)
             if followed.may_look():
-                await self._look(followed)
+                await self._poll(followed)
 
-    async def _look(self, followed: UpstreamRevocations) -> None:
+    async def _poll(self, followed: UpstreamRevocations) -> None:
         try:
             changed = await followed.look()
         except (UpstreamLostError, TailraceError):
-            followed.is_told = False  # keeps the last loaded revocations
+            followed.is_known = False  # keeps the last loaded revocations
             return
         if changed:
             self._on_change()
@@ -215,7 +215,7 @@ class UpstreamRevocations:
         self._warned = False
         self._asked_with: bytes | None = None
         self._looks_left_out = 0
-        self.is_told = False
+        self.is_known = False
 
     def may_look(self) -> bool:
         own = self._context.own_token
@@ -230,14 +230,14 @@ class UpstreamRevocations:
         known = b"if-none-match: %b\r\n" % self._tag if self._tag else b""
         bearer = self._asked_with = None if own is None else own.value
         host = self._upstream.origin.host_header
-        reply = await self._upstream.pool.ask(
+        reply = await self._upstream.pool.request(
             build_request(b"GET", REVOKED_PATH, host, context.edge_id, bearer, known), again=True
         )
         body = await reply.body(ANSWER_BYTES_MAX)
         if own is not None:
             own.note_answer(self._upstream.id, reply.status)
         if reply.status == 304:
-            self.is_told, self._warned = True, False
+            self.is_known, self._warned = True, False
             return False
         if reply.status != 200 or body is None:
             self._warn_once(reply.status)
@@ -248,11 +248,11 @@ class UpstreamRevocations:
             self._warn_once(reply.status)
             return False
         self._tag = reply.get(b"etag") or b""
-        self.is_told, self._warned = True, False
+        self.is_known, self._warned = True, False
         return self._book.follow(self._upstream.id, marks)
 
     def _warn_once(self, status: int) -> None:
-        self.is_told = False
+        self.is_known = False
         warned, self._warned = self._warned, True
         if warned or self._context.settings.auth_keys_file:
             return  # revocations come from the file

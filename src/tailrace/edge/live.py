@@ -324,7 +324,7 @@ class LiveReader:
         batch = channel.batch(self._number)
         assert self._bare_from <= batch.start <= self.last < batch.next
         if batch.cursor_number > self._floor:
-            piece = channel.piece_from(self._number, wire.form)
+            piece = channel.encoded_from(self._number, wire.form)
         else:
             data = channel.encoded(self._number, wire.form, self._cursor(batch.cursor))
             piece = EncodedBatches(data, self._number + 1, batch.next, -1, channel.ends_at(self._number))
@@ -553,7 +553,7 @@ class EdgeLiveReaders:
     def recheck(self) -> None:
         """Keys or revocations changed: ends readers with revoked tokens."""
         for reader in tuple(self.readers):
-            if not self._gate.stands(reader.caller):
+            if not self._gate.is_valid(reader.caller):
                 reader.finish(CLOSE_NOT_ALLOWED)
 
     def end_all(self) -> None:

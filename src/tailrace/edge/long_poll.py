@@ -112,7 +112,7 @@ class LongPolls:
     def recheck(self) -> None:
         """Keys or revocations changed: ends waits with revoked tokens."""
         for bell, caller in tuple(self._bells.items()):
-            if not self._gate.stands(caller):
+            if not self._gate.is_valid(caller):
                 bell.on_batches()
 
     def end_all(self) -> None:
@@ -125,7 +125,7 @@ class LongPolls:
 
     async def _ask(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
         """The owner's response; equal concurrent reads share one request."""
-        facts = self._book.of(reading.name)
+        facts = self._book.get(reading.name)
         key = (reading.name, reading.offset, reading.fmt, reading.key, reading.raw_live)
         asked = self._asked.get(key)
         if asked is not None and asked.writes == facts.writes:
@@ -149,11 +149,11 @@ class LongPolls:
 
     async def _fetch(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
         context = self._context
-        upstream = context.upstreams.of(reading.name)
+        upstream = context.upstreams.for_stream(reading.name)
         parameters = {**reading.parameters, "live": reading.raw_live, "timeout_ms": "0"}
         request = context.request_for(caller, upstream, build_stream_target(reading.name, parameters))
         sent_at = context.loop.time()
-        reply = await upstream.pool.ask(request, again=True)
+        reply = await upstream.pool.request(request, again=True)
         body = await reply.body(context.limits.edge_frame_bytes)
         self._book.note_reply(reading.name, reply, sent_at)
         if body is None:

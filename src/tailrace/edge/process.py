@@ -87,7 +87,7 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     edge = EdgeServer(settings)
-    loop.add_signal_handler(signal.SIGHUP, edge.hang_up)
+    loop.add_signal_handler(signal.SIGHUP, edge.reload)
     try:
         await edge.start()
         sys.stdout.write(f"tailrace ready  {edge.url}\nupstream        {settings.edge_upstream}\n")
@@ -153,7 +153,7 @@ class EdgeServer:
         await self.upstreams.start()
         self.registry.start()
         if self.revoked is not None:
-            self._look_at_token()
+            self._reload_token()
             await self.revoked.start()
             self.context.spawn(self._watch_identities())
         self._http = http = StreamingServer(self.app, settings.limits, on_drain=self.app.end_live)
@@ -175,10 +175,10 @@ class EdgeServer:
             reason = error.strerror or error
             raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
 
-    def hang_up(self) -> None:
+    def reload(self) -> None:
         """SIGHUP: reloads keys, token and certificate."""
         self.gate.reload()
-        self._look_at_token()
+        self._reload_token()
         self._recheck()
         if self._certificate is not None:
             try:
@@ -211,7 +211,7 @@ class EdgeServer:
     async def _watch_identities(self) -> None:
         while True:
             await asyncio.sleep(IDENTITIES_S)
-            self._look_at_token()
+            self._reload_token()
             self._recheck()
 
     def _recheck(self) -> None:
@@ -219,11 +219,11 @@ class EdgeServer:
             self.live.recheck()
             self.long_polls.recheck()
 
-    def _look_at_token(self) -> None:
+    def _reload_token(self) -> None:
         token = self.context.own_token
         if token is not None:
             token.refresh()
-            self.gate.look_at(token)
+            self.gate.read_expiry(token)
 
     def _on_drop(self, name: str, reason: str) -> None:
         self.memory.drop(name)

@@ -63,14 +63,14 @@ class SliceReader:
 
     async def get(self, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
         """A slice and its X-Cache value. Raises the upstream's error."""
-        found = await self.at_hand(reading, caller)
+        found = await self.cached(reading, caller)
         return (found, "HIT") if found is not None else (await self.fetched(reading, caller), "MISS")
 
-    async def at_hand(self, reading: SharedRead, caller: Caller) -> Slice | None:
+    async def cached(self, reading: SharedRead, caller: Caller) -> Slice | None:
         """A cached slice that is valid without an upstream request."""
         key = slice_key(reading)
-        facts = self._book.of(reading.name)
-        found = await self._kept(key, facts, caller) or await self._just_read(key, facts, caller)
+        facts = self._book.get(reading.name)
+        found = await self._from_cache(key, facts, caller) or await self._from_recent(key, facts, caller)
         if found is not None:
             self._renewals.note_hit(reading.name, facts, caller.authorization)
         return found
@@ -78,7 +78,7 @@ class SliceReader:
     async def fetched(self, reading: SharedRead, caller: Caller) -> Slice:
         """The slice from upstream, shared with equal concurrent reads."""
         key = slice_key(reading)
-        facts = self._book.of(reading.name)
+        facts = self._book.get(reading.name)
         flight = self._flights.get(key)
         if flight is not None and flight.writes == facts.writes:
             self._context.telemetry.edge_coalesced.value += 1
@@ -89,11 +89,11 @@ class SliceReader:
             except UpstreamRefusedError as refused:
                 if refused.refusal.status not in UNSHARED_STATUSES:
                     raise
-        return await asyncio.shield(self._fly(key, reading, caller, facts))
+        return await asyncio.shield(self._start_fetch(key, reading, caller, facts))
 
     # -- the cache
 
-    async def _kept(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
+    async def _from_cache(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
         """A cached slice, once the stream is known to exist."""
         asked = key
         key = next(filter(self._may_have, equivalent_keys(asked)), asked)
@@ -144,10 +144,10 @@ class SliceReader:
 
     async def _settle(self, upstream: Upstream, facts: StreamInfo) -> None:
         """Checks a suspect upstream: it may have been replaced by another server."""
-        if upstream.doubted_at is not None and upstream.doubted_at <= facts.confirmed_at:
+        if upstream.suspect_since is not None and upstream.suspect_since <= facts.confirmed_at:
             await upstream.settle()
 
-    async def _just_read(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
+    async def _from_recent(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
         """A recent response at the tail, if nothing was written since."""
         if self._fresh(key, facts) is None:
             return None
@@ -170,12 +170,12 @@ class SliceReader:
         """HEAD of a stream; concurrent callers share one request."""
         task = self._confirming.get(name)
         if task is None:
-            task = self._context.loop.create_task(self._look(name, caller.authorization))
+            task = self._context.loop.create_task(self._fetch_head(name, caller.authorization))
             self._confirming[name] = task
             task.add_done_callback(lambda _: self._confirming.pop(name, None))
         await asyncio.shield(task)
 
-    async def _look(self, name: str, authorization: bytes | None) -> None:
+    async def _fetch_head(self, name: str, authorization: bytes | None) -> None:
         try:
             await self._channels.head(name, self._context.token or authorization)
         except (UpstreamRefusedError, UpstreamLostError, TailraceError):
@@ -183,7 +183,7 @@ class SliceReader:
 
     # -- reading upstream
 
-    def _fly(
+    def _start_fetch(
         self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo
     ) -> asyncio.Task[Slice]:
         task = self._context.loop.create_task(self._fetch(key, reading, caller, facts))
@@ -201,7 +201,7 @@ class SliceReader:
     async def _fetch(self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo) -> Slice:
         context = self._context
         generation, writes = facts.generation, facts.writes
-        upstream = context.upstreams.of(reading.name)
+        upstream = context.upstreams.for_stream(reading.name)
         known = self._recent.get(key)
         if known is not None and known.generation != generation:
             known = None
@@ -210,10 +210,10 @@ class SliceReader:
         request = context.request_for(caller, upstream, target, compared)
         sent_at = context.loop.time()
         try:
-            reply = await upstream.pool.ask(request, again=True)
+            reply = await upstream.pool.request(request, again=True)
             body = await reply.body(context.limits.edge_frame_bytes)
         except UpstreamLostError:
-            upstream.note_failed(context.loop.time())
+            upstream.record_failed(context.loop.time())
             raise
         now = context.loop.time()
         self._book.note_reply(reading.name, reply, sent_at)
@@ -223,18 +223,18 @@ class SliceReader:
             found = known.slice.confirmed(reply, now, sent_at)
             context.telemetry.edge_revalidated.value += 1
         elif reply.status == 200:
-            found = Slice.of(reply, body, now, sent_at)
+            found = Slice.from_response(reply, body, now, sent_at)
         else:
             raise UpstreamRefusedError(UpstreamAnswer(reply.status, reply.fields, body))
         facts.note_read(sent_at, generation)
-        if self._is_lasting(found):
+        if self._is_cacheable(found):
             context.spawn(self._keep(key, found, facts, generation, caller))
         elif found.is_open and found.tag and facts.generation == generation:
             # After a concurrent write it is not served again, only revalidated.
             self._recent.put(key, RecentRead(found, generation, writes, now))
         return found
 
-    def _is_lasting(self, found: Slice) -> bool:
+    def _is_cacheable(self, found: Slice) -> bool:
         """Whether a response is cacheable. Private ones are, if the edge verifies every reader."""
         fits = len(found.body) <= self._context.limits.edge_slice_bytes
         lasts = self._context.loop.time() < found.until

@@ -147,7 +147,7 @@ class StreamInfoCache:
         self._on_drop = on_drop  # with the name and the reason
         self._tide = WriteCounter()
 
-    def of(self, name: str) -> StreamInfo:
+    def get(self, name: str) -> StreamInfo:
         facts = self._facts.get(name)
         if facts is None:
             facts = self._facts[name] = StreamInfo(self._tide)
@@ -158,17 +158,17 @@ class StreamInfoCache:
             self._facts.move_to_end(name)
         return facts
 
-    def knows(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Whether a stream is known to exist."""
         facts = self._facts.get(name)
         return facts is not None and facts.epoch >= 0
 
     def asking(self, name: str, now: float) -> InfoRequest:
-        return InfoRequest(now, self.of(name).generation)
+        return InfoRequest(now, self.get(name).generation)
 
     def drop(self, name: str, reason: str) -> None:
         """The stream was deleted or replaced: drops everything of it."""
-        facts = self.of(name)
+        facts = self.get(name)
         facts.generation += 1
         facts.note_written()
         facts.confirmed_at = float("-inf")
@@ -187,25 +187,25 @@ class StreamInfoCache:
 
     def note_write(self, name: str, method: bytes, status: int) -> None:
         """Records a write, which later reads must see."""
-        self.of(name).note_written()
+        self.get(name).note_written()
         if (method == b"DELETE" and status < 300) or (method == b"PUT" and status == 201):
             self.drop(name, "deleted" if method == b"DELETE" else "created")
 
     def note_change(self, name: str) -> None:
         """As `note_write`, for a sub-resource; an empty name counts for all streams."""
         if name:
-            self.of(name).note_written()
+            self.get(name).note_written()
         else:
             self._tide.writes += 1
 
     def note_batch(self, name: str, offset: str) -> None:
-        facts = self.of(name)
+        facts = self.get(name)
         facts.note_written()
         self._note_end(name, facts, offset)
 
     def note_reply(self, name: str, reply: UpstreamResponse, sent_at: float) -> StreamInfo:
         """Updates the stream from the header of any response about it."""
-        facts = self.of(name)
+        facts = self.get(name)
         earliest = reply.get(b"stream-earliest-offset")
         if reply.status == 410 and earliest is not None and facts.retained:
             # Only the offset is gone. A new epoch is detected by the next request.
@@ -227,7 +227,7 @@ class StreamInfoCache:
     def note_head(self, name: str, reply: UpstreamResponse, now: float, asking: InfoRequest) -> StreamInfo:
         """As `note_response`; HEAD also has the lifetime."""
         assert asking.sent_at <= now, "a response comes after its request"
-        told = reply.status == 200 and self.of(name).generation == asking.generation
+        told = reply.status == 200 and self.get(name).generation == asking.generation
         facts = self.note_reply(name, reply, asking.sent_at)
         if told:
             facts.lifetime = parse_lifetime(reply, asking.sent_at)

@@ -92,7 +92,7 @@ class TtlRenewals:
     async def _ask(self, name: str, due: PendingRenewal, sent_at: float) -> str:
         context = self._context
         try:
-            upstream = context.upstreams.of(name)
+            upstream = context.upstreams.for_stream(name)
             request = build_request(
                 b"GET",
                 build_stream_target(name, {"offset": "now"}),
@@ -100,7 +100,7 @@ class TtlRenewals:
                 context.edge_id,
                 context.token or due.authorization,
             )
-            reply = await upstream.pool.ask(request, again=True)
+            reply = await upstream.pool.request(request, again=True)
             await reply.body(context.limits.edge_frame_bytes)
         except (UpstreamLostError, TailraceError):
             return "lost"

@@ -271,7 +271,7 @@ async def open_feed(
 
 
 async def _upgrade(upstream: Upstream, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
-    reply, connection = await upstream.pool.ask_apart(request)
+    reply, connection = await upstream.pool.request_dedicated(request)
     if reply.status != 101:
         try:
             raise UpstreamRefusedError(await read_answer(reply))

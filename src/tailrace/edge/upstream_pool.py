@@ -418,7 +418,9 @@ class ConnectionPool:
     def queued(self) -> int:
         return len(self._waiting)
 
-    async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> UpstreamResponse:
+    async def request(
+        self, request: bytes, *, head_only: bool = False, again: bool = False
+    ) -> UpstreamResponse:
         """Sends a request after queueing. With `again` it is retried once if there was no response."""
         queued_s = await self._turn()
         connection = await self._kept_or_new()
@@ -433,7 +435,7 @@ class ConnectionPool:
         reply.queued_s = queued_s
         return reply
 
-    async def ask_while_coming(
+    async def request_streaming(
         self, head: bytes, body: BodyStream, *, head_only: bool = False
     ) -> UpstreamResponse:
         """Sends a request whose body is still being received, with back-pressure.
@@ -468,7 +470,7 @@ class ConnectionPool:
         connection.send_more(piece, last=body.ended)
         return body.ended
 
-    async def ask_apart(self, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
+    async def request_dedicated(self, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
         """Sends a request on a dedicated connection, for long responses."""
         connection = await self._connect()
         try:
@@ -560,7 +562,7 @@ class ConnectionPool:
             connection.abort()
             raise UpstreamLostError("the upstream response timed out", sent=True) from None
 
-    def let_go(self, reply: UpstreamResponse) -> None:
+    def release(self, reply: UpstreamResponse) -> None:
         """Releases the slot of a long response."""
         connection = reply.connection
         if connection is not None and connection in self._slots:

@@ -80,7 +80,7 @@ class LoadRamp:
         passed = (self._time() - self._since) / RAMP_S
         return min(1.0, FIRST_SHARE + (1.0 - FIRST_SHARE) * passed)
 
-    def takes(self, key: str) -> bool:
+    def includes(self, key: str) -> bool:
         """Whether the share includes a stream; it stays included as the share grows."""
         share = self.share
         return share >= 1.0 or xxhash.xxh3_64_intdigest(key.encode(), seed=1) < share * 2**64
@@ -158,9 +158,9 @@ class Upstream:
         self.deployment = ""
         self.wrong: str = ""  # why it is not used, healthy or not
         # Loop time since which it is suspect (may be another server), because connections failed.
-        self.doubted_at: float | None = None
+        self.suspect_since: float | None = None
         self._deployments = DeploymentCheck("single") if deployments is None else deployments
-        self._looking: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         self._time = time = asyncio.get_running_loop().time
         self.ramp = LoadRamp(time)  # of requests, after it was unhealthy
         self._reopening = LoadRamp(time)  # of lost sockets, after failed openings
@@ -190,40 +190,40 @@ class Upstream:
         except TimeoutError:
             return
 
-    def note_opened(self) -> None:
+    def record_opened(self) -> None:
         if self._failures:
             self._came_back()
-            self._look()
+            self._start_check()
 
     async def settle(self) -> None:
         """Checks a suspect upstream; concurrent callers share one check."""
         for _ in range(2):  # the first check may have started before the failure
-            if self.doubted_at is not None:
-                await asyncio.shield(self._look())
+            if self.suspect_since is not None:
+                await asyncio.shield(self._start_check())
 
-    async def look_now(self) -> bool:
+    async def check_now(self) -> bool:
         """Whether it is ready, by a check that starts now, or by a good one in progress."""
-        looks_under_way = self._looking is not None and not self._looking.done()
-        await asyncio.shield(self._look())
-        if self.doubted_at is not None and looks_under_way:
-            await asyncio.shield(self._look())
-        return self.doubted_at is None and not self.wrong
+        is_checking = self._checking is not None and not self._checking.done()
+        await asyncio.shield(self._start_check())
+        if self.suspect_since is not None and is_checking:
+            await asyncio.shield(self._start_check())
+        return self.suspect_since is None and not self.wrong
 
-    def _look(self) -> asyncio.Task[None]:
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self.check())
-        return self._looking
+    def _start_check(self) -> asyncio.Task[None]:
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.get_running_loop().create_task(self.check())
+        return self._checking
 
     def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
         for pool in self.pools:
             pool.close()
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """Marks it as suspect until the next good check."""
-        if self.doubted_at is None:
-            self.doubted_at = self._time()
+        if self.suspect_since is None:
+            self.suspect_since = self._time()
 
     def _came_back(self) -> None:
         """Wakes the sockets that wait to be reopened."""
@@ -232,9 +232,9 @@ class Upstream:
         self._back.set()
         self._back = asyncio.Event()
 
-    def note_failed(self, now: float) -> None:
+    def record_failed(self, now: float) -> None:
         """A connection failed."""
-        self.doubt()
+        self.mark_suspect()
         self._failures = min(self._failures + 1, 10)
         self._lost_at.append(now)
         if len(self._lost_at) == FAILED_CONNECTS_MAX and now - self._lost_at[0] <= FAILED_CONNECTS_S:
@@ -245,8 +245,8 @@ class Upstream:
         asked_at = self._time()
         ready = await self._ready()
         if ready:
-            if self.doubted_at is not None and self.doubted_at <= asked_at:
-                self.doubted_at = None
+            if self.suspect_since is not None and self.suspect_since <= asked_at:
+                self.suspect_since = None
             if self._failures:
                 self._came_back()
             self._bad_checks = 0
@@ -256,7 +256,7 @@ class Upstream:
                 self._lost_at.clear()
                 self._set_health(True)
         else:
-            self.doubt()
+            self.mark_suspect()
             self._good_checks = 0
             self._bad_checks += 1
             if self._bad_checks >= FAILED_CHECKS_MAX or not self.reached:
@@ -266,7 +266,7 @@ class Upstream:
         request = build_request(b"GET", b"/readyz", self.origin.host_header, self._edge_id, None)
         try:
             async with asyncio.timeout(CHECK_ANSWER_S):
-                reply, connection = await self.pool.ask_apart(request)
+                reply, connection = await self.pool.request_dedicated(request)
                 try:
                     body = await reply.body(READY_BYTES_MAX)
                 finally:
@@ -326,7 +326,7 @@ class Upstreams:
         for upstream in self.all:
             upstream.close()
 
-    def of(self, name: str) -> Upstream:
+    def for_stream(self, name: str) -> Upstream:
         """The upstream for requests of a stream; raises `unavailable`."""
         if len(self.all) == 1:
             return self.all[0]
@@ -341,9 +341,9 @@ class Upstreams:
         # One that never answered, or whose connections just failed, may be another server.
         known = [upstream for upstream in right if upstream.reached] or right
         well = [upstream for upstream in known if upstream.healthy]
-        sure = [upstream for upstream in well if upstream.doubted_at is None]
+        sure = [upstream for upstream in well if upstream.suspect_since is None]
         # A recovered one gets a growing share of its streams.
-        ready = (upstream for upstream in sure if upstream.ramp.takes(key))
+        ready = (upstream for upstream in sure if upstream.ramp.includes(key))
         found = next(ready, None) or next(iter(sure or well or known), None)
         if found is None:
             raise TailraceError("unavailable", "every upstream was replaced by a different server")
