@@ -146,7 +146,9 @@ def test_a_shard_that_becomes_another_ones_double_stays_shut(
     told = eventually(
         lambda: call("GET", "/readyz").body, lambda body: "wrong" in body and len(body["upstreams"]) == 2
     )
-    assert told["wrong"] == {"b": "two upstreams are one server: mode sharded is for several"}
+    assert told["wrong"] == {
+        "b": "two upstreams are the same server: upstream mode sharded needs different servers"
+    }
     assert sorted(told["upstreams"]) == ["a", "b"]
     for number in range(STREAMS):
         assert call("PUT", f"s/{number}", headers=JSON).status == 503

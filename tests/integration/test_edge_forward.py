@@ -103,7 +103,7 @@ def test_an_edge_that_is_its_own_upstream_says_so(tmp_path_factory: pytest.TempP
         wire = Wire(port)
         assert wire.call("GET", "anything").code == "internal"
         wire.close()
-        eventually(lambda: process.log, lambda log: "its upstreams lead to itself" in log)
+        eventually(lambda: process.log, lambda log: "proxy loop detected" in log)
     finally:
         process.stop()
 

@@ -97,7 +97,7 @@ def test_what_an_edge_cannot_do_is_logged_once_with_the_reason(
         lambda found: found,
     )[:1]
     assert line["code"] == "unavailable"
-    assert line["reason"] == "the upstream does not answer"
+    assert line["reason"] == "the upstream is unavailable"
     assert line["request_id"] == lost.headers["x-request-id"]
     assert lines(edge, "/v1/stream/missing") == []
 
@@ -147,7 +147,7 @@ def test_sighup_reads_the_certificate_again(
     eventually(lambda: _certificate(edge.port), lambda found: found != before)
     files[1].write_text("not a key", encoding="utf-8")
     edge.signal(signal.SIGHUP)
-    eventually(lambda: edge.log, lambda log: "the old one stays in use" in log)
+    eventually(lambda: edge.log, lambda log: "certificate reload failed, keeping the last one" in log)
     assert _certificate(edge.port) is not None
     assert edge.running
 

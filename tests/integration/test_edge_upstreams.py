@@ -160,4 +160,4 @@ def test_what_the_upstreams_are_has_to_be_said_and_to_be_true(
     edge = EdgeProcess(tmp_path / "cache", *twice, args=["--upstream-mode", "sharded"])
     edge.start(ready=False)
     assert edge.wait_exit() == 1
-    assert "two upstreams are one server" in edge.log
+    assert "two upstreams are the same server" in edge.log

@@ -119,7 +119,7 @@ def test_a_cache_directory_with_files_of_others_is_refused(server: ServerProcess
     edge = _edge(tmp_path, server, shared)
     edge.start(ready=False)
     assert edge.wait_exit() == 1
-    assert "is open to other users and has files in it that are not of an edge" in edge.log
+    assert "is open to other users and has files of other programs" in edge.log
     assert shared.stat().st_mode & 0o777 == 0o755
     (shared / "notes.txt").unlink()
     edge.start()

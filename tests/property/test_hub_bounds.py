@@ -136,8 +136,8 @@ def test_h20_a_repeat_gets_the_answers_of_the_first() -> None:
     seen = SeenMessages()
     entry = seen.add("1", 0, 0)
     assert seen.get("1", 1) is entry
-    assert seen.join(entry, "session a")
-    assert seen.join(entry, "session a")
+    assert seen.add_waiter(entry, "session a")
+    assert seen.add_waiter(entry, "session a")
     assert seen.answer(entry, b"accepted", final=False) == ("session a",)
     assert seen.answer(entry, b"processed") == ("session a",)
     assert (entry.finished, entry.answers, entry.waiters) == (True, (b"accepted", b"processed"), ())
@@ -155,16 +155,16 @@ def test_h20_answers_are_bounded_in_bytes_and_their_messages_stay_known() -> Non
         entries.append(entry)
         assert seen.answer_bytes <= 10_000
     assert [seen.get(str(number), 0) for number in range(100)] == entries
-    assert [entry.let_go for entry in entries] == [True] * 90 + [False] * 10
+    assert [entry.answers_dropped for entry in entries] == [True] * 90 + [False] * 10
     assert seen.floor_ms == -1
     unfinished = seen.add("u", 0, 0)
-    assert [seen.join(unfinished, number) for number in range(WAITERS_MAX + 1)] == [True] * WAITERS_MAX + [
-        False
-    ]
+    assert [seen.add_waiter(unfinished, number) for number in range(WAITERS_MAX + 1)] == [
+        True
+    ] * WAITERS_MAX + [False]
     for _ in range(50):  # an answer in many parts is no way around it
         assert len(seen.answer(unfinished, b"x" * 1000, final=False)) == WAITERS_MAX
         assert seen.answer_bytes <= 10_000
-    assert (unfinished.answers, unfinished.let_go) == ((), True)
+    assert (unfinished.answers, unfinished.answers_dropped) == ((), True)
 
 
 @given(
@@ -187,7 +187,7 @@ def test_what_all_remember_together_is_counted_to_the_byte(steps: list[tuple[str
         entry = seen.get(identifier, now_ms)
         if what == "note":
             before = memory.bytes
-            assert not seen.note(identifier, now_ms) or before < 8000
+            assert not seen.add_bare(identifier, now_ms) or before < 8000
         elif what == "add" and entry is None and not memory.is_full:
             seen.add(identifier, now_ms, 0)
         elif what == "answer" and entry is not None and not entry.finished:
@@ -220,7 +220,7 @@ def test_h20_a_message_without_an_answer_is_remembered_as_long_as_one_with(
         if known is not None:
             assert known.finished
             continue
-        if has_answer or not noted.note(identifier, now_ms):
+        if has_answer or not noted.add_bare(identifier, now_ms):
             noted.add(identifier, now_ms, 0, answers=(b"ack",))
         added.add(identifier, now_ms, 0, answers=(b"ack",))
         assert len(noted) == len(added)

@@ -168,7 +168,7 @@ class HubMachine(RuleBasedStateMachine):
             if found.session is not None:
                 assert found.session.addresses.get(path) is found, "one owner for each address"
         for name, entry in self.committed.items():
-            cursor = world.hub.mailboxes.cursors.of(name[2:-1], STREAMS[name])
+            cursor = world.hub.mailboxes.cursors.get(name[2:-1], STREAMS[name])
             assert cursor is not None
             assert cursor.committed >= entry, "committed positions never go back"
         for number, recipient in self.accepted.items():
@@ -185,7 +185,7 @@ class HubMachine(RuleBasedStateMachine):
         self.look()
         for number, recipient in self.accepted.items():
             entry = [body["payload"] for body in world.streams.bodies(STREAMS[recipient])].index(number) + 1
-            cursor = world.hub.mailboxes.cursors.of(recipient[2:-1], STREAMS[recipient])
+            cursor = world.hub.mailboxes.cursors.get(recipient[2:-1], STREAMS[recipient])
             dead = [letter["message"]["payload"] for letter in world.streams.bodies("hub/dead-letters")]
             passed = cursor is not None and entry <= cursor.committed
             assert number in self.heard[recipient] or number in dead or passed, "nothing accepted is lost"

@@ -247,7 +247,7 @@ class World:
 
     def open(self) -> Session:
         session = Session(f"session-{next(self._ids)}", self.now)
-        session.outbox.wire = HeldBack(self.unsent, session)
+        session.outbox.connection = HeldBack(self.unsent, session)
         self.said[session] = []
         decide.on_opened(self.hub, session)
         return session
@@ -328,7 +328,7 @@ class World:
         self.hub = self._fresh()
         for name in self.streams.entries:
             if name.startswith("hub/topic/"):
-                self.hub.topics.kept.add(name.removeprefix("hub/topic/"))
+                self.hub.topics.stored_topics.add(name.removeprefix("hub/topic/"))
         restoring = HubRestore(self.hub)
         for name, take in (
             ("hub/registry", restoring.registry),

@@ -43,11 +43,11 @@ def test_it_is_done_once_and_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch
     async def run() -> None:
         packer = SliceCompressor()
         slices = [Slice(JSON, b"[%d]" % number * (size // 3), 0.0) for number in range(5)]
-        first = await packer.pack(slices[0])
+        first = await packer.compress(slices[0])
         assert gzip.decompress(first) == slices[0].body
-        assert await packer.pack(slices[0]) is first
+        assert await packer.compress(slices[0]) is first
         for found in slices[1:]:
-            await packer.pack(found)
-        assert await packer.pack(slices[0]) is not first, "it had made room for others"
+            await packer.compress(found)
+        assert await packer.compress(slices[0]) is not first, "it had made room for others"
 
     asyncio.run(run())

@@ -51,14 +51,14 @@ def test_a_stream_goes_to_a_door_that_is_known_to_be_the_right_one() -> None:
         a, b = upstreams.all
 
         def chosen() -> set[Upstream]:
-            return {upstreams.of(f"stream/{number}") for number in range(50)}
+            return {upstreams.for_stream(f"stream/{number}") for number in range(50)}
 
         assert chosen() == {a, b}, "nobody has answered yet"
         a.reached, a.healthy = True, False
         assert chosen() == {a}
         a.healthy = b.reached = True
         assert chosen() == {a, b}
-        a.note_failed(0.0)
+        a.record_failed(0.0)
         assert chosen() == {b}
         b.wrong = "another server"
         assert chosen() == {a}

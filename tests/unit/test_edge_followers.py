@@ -51,7 +51,7 @@ def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.Monkey
     monkeypatch.setattr(upstream_pool, "SILENCE_S_MAX", 0.05)
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
 
-    async def ask() -> None:
+    async def request() -> None:
         over = asyncio.Event()
 
         async def say_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -65,7 +65,7 @@ def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.Monkey
         pool = ConnectionPool(parse_upstreams(f"http://127.0.0.1:{port}")[0], 1, 1, 30.0)
         async with asyncio.timeout(30):
             for _ in range(2):
-                reply = await pool.ask(b"GET / HTTP/1.1\r\nHost: owner\r\n\r\n")
+                reply = await pool.request(b"GET / HTTP/1.1\r\nHost: owner\r\n\r\n")
                 with pytest.raises(UpstreamLostError):
                     await reply.body(100)
         over.set()
@@ -82,7 +82,7 @@ class CrowdedPool:
         self.asked = 0
         self.asked_again = asyncio.Event()
 
-    async def ask(self, request: bytes, **_: Any) -> UpstreamResponse:
+    async def request(self, request: bytes, **_: Any) -> UpstreamResponse:
         self.asked += 1
         if self.asked < 3:
             raise TailraceError("overloaded", "too many requests wait for the upstream")
@@ -95,7 +95,7 @@ def test_the_registry_is_looked_at_again_after_a_crowd() -> None:
         pool = CrowdedPool()
         origin = SimpleNamespace(host_header=b"owner:1")
         upstream = SimpleNamespace(
-            origin=origin, pool=pool, note_failed=lambda _now: None, pause=asyncio.Event().wait
+            origin=origin, pool=pool, record_failed=lambda _now: None, pause=asyncio.Event().wait
         )
         context = SimpleNamespace(edge_id=b"edge", token=None, loop=asyncio.get_running_loop())
         followed = UpstreamRegistry(

@@ -65,7 +65,7 @@ def test_an_end_without_the_owners_clock_is_now() -> None:
 )
 def test_how_long_an_answer_may_stay(control: str, age: str, until: float) -> None:
     fields = [("Cache-Control", control), *([("Age", age)] if age else [])]
-    assert Slice.of(_reply(*fields), b"", now=1005.0, sent_at=1000.0).until == until
+    assert Slice.from_response(_reply(*fields), b"", now=1005.0, sent_at=1000.0).until == until
 
 
 @given(window_s=st.integers(4, 10_000), pauses=st.lists(st.floats(0, 3), min_size=1, max_size=50))
@@ -95,9 +95,9 @@ def test_what_a_stream_was_is_not_said_of_the_next_one_with_its_name() -> None:
     asking = book.asking("a", 0.0)
     book.note_write("a", b"PUT", 201)
     book.note_head("a", _reply(("Stream-End-Offset", encode_offset(0, 5))), 1.0, asking)
-    assert book.of("a").lifetime is None
+    assert book.get("a").lifetime is None
     book.note_head("a", _reply(("Stream-TTL", "60")), 1.0, book.asking("a", 0.5))
-    facts = book.of("a")
+    facts = book.get("a")
     facts.note_read(1.0, asking.generation)
     assert not facts.lives(1.0)
     facts.note_read(1.0, facts.generation)
@@ -120,4 +120,4 @@ def test_an_offset_that_is_gone_leaves_what_is_behind_it() -> None:
 def test_a_start_that_has_not_moved_is_not_shown() -> None:
     book = StreamInfoCache(lambda _name, _reason: None)
     book.note_reply("a", _reply(("Stream-Earliest-Offset", encode_offset(0, 0))), 1.0)
-    assert book.of("a").earliest == ""
+    assert book.get("a").earliest == ""

@@ -122,23 +122,23 @@ def test_a_higher_epoch_drops_what_was_known() -> None:
     dropped: list[tuple[str, str]] = []
     book = StreamInfoCache(lambda name, reason: dropped.append((name, reason)))
     book.note_batch("a", offsets.encode_offset(0, 5))
-    generation = book.of("a").generation
+    generation = book.get("a").generation
     book.note_batch("a", offsets.encode_offset(0, 9))
     assert not dropped
     book.note_batch("a", offsets.encode_offset(1, 2))
     assert dropped == [("a", "epoch")]
-    assert book.of("a").generation == generation + 1
-    assert book.of("a").end == offsets.encode_offset(1, 2)
+    assert book.get("a").generation == generation + 1
+    assert book.get("a").end == offsets.encode_offset(1, 2)
 
 
 def test_writes_are_fenced() -> None:
     book = StreamInfoCache(lambda _name, _reason: None)
-    writes = book.of("a").writes
+    writes = book.get("a").writes
     book.note_write("a", b"POST", 204)
-    assert book.of("a").writes > writes
-    generation = book.of("a").generation
+    assert book.get("a").writes > writes
+    generation = book.get("a").generation
     book.note_write("a", b"DELETE", 204)
-    assert book.of("a").generation > generation
+    assert book.get("a").generation > generation
 
 
 def test_memory_keeps_its_bound_and_forgets_the_least_used() -> None:

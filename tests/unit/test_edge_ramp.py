@@ -29,7 +29,7 @@ def test_the_share_grows_and_keeps_what_it_has() -> None:
     before: set[str] = set()
     for tenth in range(11):
         time.now = 100.0 + RAMP_S * tenth / 10
-        taken = {name for name in STREAMS if ramp.takes(name)}
+        taken = {name for name in STREAMS if ramp.includes(name)}
         assert before <= taken
         assert len(taken) == pytest.approx(len(STREAMS) * ramp.share, rel=0.25)
         before = taken
@@ -89,22 +89,22 @@ def test_a_door_that_is_back_gets_a_tenth_of_its_streams_first() -> None:
     async def run() -> None:
         origins = parse_upstreams("a=http://127.0.0.1:1,b=http://127.0.0.1:2")
         upstreams = Upstreams(origins, "any", Limits(), b"edge")
-        first = {name for name in STREAMS if upstreams.of(name).id == "a"}
+        first = {name for name in STREAMS if upstreams.for_stream(name).id == "a"}
         door = upstreams.all[0]
         time = Time()
         door.ramp = LoadRamp(time)
         door.healthy = False
-        assert not any(upstreams.of(name) is door for name in STREAMS)
+        assert not any(upstreams.for_stream(name) is door for name in STREAMS)
         door.healthy = True
         door.ramp.begin()
-        back = {name for name in STREAMS if upstreams.of(name) is door}
+        back = {name for name in STREAMS if upstreams.for_stream(name) is door}
         assert back < first
         assert len(back) == pytest.approx(len(first) * FIRST_SHARE, rel=0.4)
         time.now += RAMP_S
-        assert {name for name in STREAMS if upstreams.of(name) is door} == first
+        assert {name for name in STREAMS if upstreams.for_stream(name) is door} == first
         upstreams.all[1].healthy = False
         door.ramp.begin()
-        assert {upstreams.of(name) for name in STREAMS} == {door}, "there is no other"
+        assert {upstreams.for_stream(name) for name in STREAMS} == {door}, "there is no other"
         await upstreams.stop()
 
     asyncio.run(run())

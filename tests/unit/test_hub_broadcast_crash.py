@@ -67,5 +67,5 @@ def test_a_broadcast_is_kept_for_recipients_that_were_not_reached_before_the_cra
     world.wait(2000)
     world.now += 2 * DAY_MS
     world.wait(120_000)
-    bounds: Any = world.hub.sweeping.bounds.get("hub/broadcast/0")
+    bounds: Any = world.hub.sweep.bounds.get("hub/broadcast/0")
     assert bounds is None, "a recipient has yet to read it"

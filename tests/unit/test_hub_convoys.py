@@ -135,4 +135,4 @@ def test_h21_h27_everybody_hears_one_sender_in_order_and_acks_are_exact(
                 numbers = [frame["payload"] for frame in frames if frame["type"] == "n"]
                 assert numbers == sorted(numbers), json.dumps(numbers)
         assert not sender.broadcasting
-        assert not sender.frames_held
+        assert not sender.held_frames

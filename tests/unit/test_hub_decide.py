@@ -10,7 +10,7 @@ import pytest
 from support.hub_world import HUB, START_MS, World
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
-from tailrace.hub.decide import ITEMS_PER_TURN
+from tailrace.hub.decide import ITEMS_PER_SLICE
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 
@@ -405,19 +405,19 @@ def test_a_repeat_of_what_is_in_progress_joins_it() -> None:
 
 def test_h26_a_reply_goes_to_who_asked_and_to_nobody_else() -> None:
     world = World()
-    asker, actor, stranger = world.actor(A), world.actor(B), world.actor(C)
-    request = send(world, asker, B, {"sku": 7}, payload={"expectReply": True}, ttl=10_000)
+    requester, actor, stranger = world.actor(A), world.actor(B), world.actor(C)
+    request = send(world, requester, B, {"sku": 7}, payload={"expectReply": True}, ttl=10_000)
     copy = world.taken(actor)[0]
     assert copy["pattern"] == "ask"
     assert copy["metadata"]["replyBy"] == world.now + 10_000
     refused = world.ask(stranger, "hub:reply", {"ok": True}, correlationId=copy["id"])
     assert refused["payload"]["code"] == "unknown_correlation"
-    assert world.taken(asker) == []
+    assert world.taken(requester) == []
     for number in range(2):
         payload = {"ok": True, "data": number, "final": False}
         world.say(actor, "hub:reply", payload, correlationId=copy["id"], pattern="tell")
     world.say(actor, "hub:reply", {"data": 2}, correlationId=request, pattern="tell")
-    replies = world.taken(asker)
+    replies = world.taken(requester)
     assert [(frame["from"], frame["to"], frame["correlationId"]) for frame in replies] == [
         (B, A, request)
     ] * 3
@@ -430,11 +430,11 @@ def test_h26_a_reply_goes_to_who_asked_and_to_nobody_else() -> None:
 
 def test_h25_an_ask_without_a_reply_times_out_once() -> None:
     world = World()
-    asker, actor = world.actor(A), world.actor(B)
-    request = send(world, asker, B, payload={"expectReply": True, "ack": "delivered"}, ttl=5000)
-    assert kinds(world.taken(asker)) == ["hub:delivery_ack"]
+    requester, actor = world.actor(A), world.actor(B)
+    request = send(world, requester, B, payload={"expectReply": True, "ack": "delivered"}, ttl=5000)
+    assert kinds(world.taken(requester)) == ["hub:delivery_ack"]
     world.wait(10_000)
-    said = world.taken(asker)
+    said = world.taken(requester)
     assert [(frame["correlationId"], frame["payload"]["code"]) for frame in said] == [(request, "timeout")]
     assert said[0]["payload"]["details"]["reached"] == "delivered"
     assert len(world.taken(actor)) == 1
@@ -442,21 +442,21 @@ def test_h25_an_ask_without_a_reply_times_out_once() -> None:
 
 def test_an_actor_that_leaves_answers_nothing_more() -> None:
     world = World()
-    asker, actor = world.actor(A), world.actor(B)
-    send(world, asker, B, payload={"expectReply": True})
+    requester, actor = world.actor(A), world.actor(B)
+    send(world, requester, B, payload={"expectReply": True})
     world.lose(actor)
-    said = world.taken(asker)
+    said = world.taken(requester)
     assert said[-1]["payload"]["details"]["reason"] == "recipient_left"
     world.wait(40_000)
-    assert world.taken(asker) == []
+    assert world.taken(requester) == []
 
 
 def test_too_many_open_asks_are_refused() -> None:
     world = World(limits=Limits(hub_session_asks=2))
-    asker, _ = world.actor(A), world.actor(B)
+    requester, _ = world.actor(A), world.actor(B)
     for _ in range(2):
-        send(world, asker, B, payload={"expectReply": True})
-    refused = world.ask(asker, "hub:send", {"to": B, "type": "t", "expectReply": True})
+        send(world, requester, B, payload={"expectReply": True})
+    refused = world.ask(requester, "hub:send", {"to": B, "type": "t", "expectReply": True})
     assert refused["payload"]["details"]["reason"] == "open_asks"
 
 
@@ -508,7 +508,10 @@ def test_h27_a_broadcast_reaches_everybody_once_and_counts_them() -> None:
 def test_a_broadcast_may_be_narrowed() -> None:
     world = World()
     sender = world.actor(A)
-    one, two = world.actor("@(x/1)", capabilities=["render"]), world.actor("@(y/2)", capabilities=["render"])
+    one, two = (
+        world.actor("@(x/1)", capabilities=["render"]),
+        world.actor("@(y/2)", capabilities=["render"]),
+    )
     payload = {"message": {"type": "news", "payload": 1}, "pattern": "@(x/*)"}
     ack = world.ask(sender, "hub:broadcast", payload, metadata={"targetCapability": "render"})
     assert ack["payload"]["total"] == 1
@@ -573,7 +576,7 @@ def test_queue_stats_and_metrics_are_the_callers_own() -> None:
 
 def test_a_tick_looks_at_so_many_sessions_then_others_have_their_turn() -> None:
     world = World()
-    actors = [world.actor(f"@(t/a{number})") for number in range(2 * ITEMS_PER_TURN + 1)]
+    actors = [world.actor(f"@(t/a{number})") for number in range(2 * ITEMS_PER_SLICE + 1)]
     for number, actor in enumerate(actors):
         world.say(actor, "hub:send", {"to": "@(t/a0)", "type": "t", "data": number})
     ends = len(actors) - 1
@@ -581,8 +584,8 @@ def test_a_tick_looks_at_so_many_sessions_then_others_have_their_turn() -> None:
     world.now += 10 * 60_000
     world.run(decide.tick(world.hub, world.now))
     looked_at = [actor.minute.began_ms > actor.opened_ms for actor in actors]
-    assert looked_at == [number < ITEMS_PER_TURN for number in range(len(actors))]
-    assert len(list(world.hub.senders)) == len(actors) - ITEMS_PER_TURN
+    assert looked_at == [number < ITEMS_PER_SLICE for number in range(len(actors))]
+    assert len(list(world.hub.senders)) == len(actors) - ITEMS_PER_SLICE
     world.lose(actors[ends])
     while world.turn():
         pass

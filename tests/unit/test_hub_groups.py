@@ -97,7 +97,7 @@ def test_what_a_member_had_goes_to_another_when_it_leaves(world: World) -> None:
     assert data(moved) == data(had)
     assert [frame["metadata"]["deliveryCount"] for frame in moved] == [2, 2]
     commit(world, two, *moved, *kept)
-    assert world.hub.mailboxes.boxes["_group/workers/jobs/#"].in_flight() == 0
+    assert world.hub.mailboxes.queues["_group/workers/jobs/#"].in_flight() == 0
 
 
 def test_what_is_not_committed_in_time_goes_to_whoever_is_next(world: World) -> None:
@@ -158,7 +158,7 @@ def test_members_that_come_together_make_one_group(world: World) -> None:
     assert [world.taken(session)[0]["type"] for session in (one, two)] == ["hub:subscribed"] * 2
     publish(world, publisher, 0, 1)
     assert sorted(data(jobs(world, one)) + data(jobs(world, two))) == [0, 1]
-    assert len(world.hub.topics.lasting) == 1
+    assert len(world.hub.topics.durable) == 1
 
 
 def test_subscribing_twice_is_one_part_and_the_last_who_unsubscribes_ends_the_group(world: World) -> None:
@@ -170,7 +170,7 @@ def test_subscribing_twice_is_one_part_and_the_last_who_unsubscribes_ends_the_gr
     assert jobs(world, one) == []
     assert data(jobs(world, two)) == [0]
     world.ask(two, "hub:unsubscribe", {"subscriptionId": "jobs/#"})
-    assert len(world.hub.topics.lasting) == 0
+    assert len(world.hub.topics.durable) == 0
     publish(world, publisher, 1)
     world.crash()
     assert jobs(world, member(world, B)) == [], "a new group begins now"
@@ -230,15 +230,20 @@ def test_a_member_that_resumes_is_given_what_may_have_been_lost(world: World) ->
     assert sorted(data(jobs(world, again))) == [0, 1]
 
 
-def ask_workers(world: World, asker: Any, number: int, **more: Any) -> str:
+def ask_workers(world: World, requester: Any, number: int, **more: Any) -> str:
     payload = {"topic": "jobs/eu", "type": "job", "data": number, "expectReply": True}
-    return world.say(asker, "hub:publish", payload, **more)
+    return world.say(requester, "hub:publish", payload, **more)
 
 
 def test_an_ask_is_answered_by_the_member_that_was_given_it(world: World) -> None:
-    asker, one, two, reader = world.actor(A), member(world, B), member(world, C), world.actor("@(t/d)")
+    requester, one, two, reader = (
+        world.actor(A),
+        member(world, B),
+        member(world, C),
+        world.actor("@(t/d)"),
+    )
     world.ask(reader, "hub:subscribe", {"topic": "jobs/#", "durable": True})
-    request = ask_workers(world, asker, 1)
+    request = ask_workers(world, requester, 1)
     copies = [(session, *jobs(world, session)) for session in (one, two)]
     ((given, copy),) = [found for found in copies if len(found) == 2]
     assert (copy["pattern"], copy["metadata"]["originalMessageId"]) == ("ask", request)
@@ -249,36 +254,36 @@ def test_an_ask_is_answered_by_the_member_that_was_given_it(world: World) -> Non
         refused = world.ask(other, "hub:reply", {"data": 0}, correlationId=copy["id"])
         assert refused["payload"]["code"] == "unknown_correlation"
     world.say(given, "hub:reply", {"data": 2}, correlationId=copy["id"], pattern="tell")
-    said = world.taken(asker)
+    said = world.taken(requester)
     assert [(frame["type"], frame["correlationId"]) for frame in said] == [
         ("hub:published", request),
         ("hub:reply", request),
     ]
     assert said[1]["payload"] == {"ok": True, "data": 2, "final": True}
     world.wait(60_000)
-    assert world.taken(asker) == [], "one outcome is enough"
+    assert world.taken(requester) == [], "one outcome is enough"
 
 
 def test_an_ask_goes_to_another_member_with_the_message(world: World) -> None:
-    asker, one = world.actor(A), member(world, B)
-    request = ask_workers(world, asker, 1)
+    requester, one = world.actor(A), member(world, B)
+    request = ask_workers(world, requester, 1)
     assert data(jobs(world, one)) == [1]
     world.lose(one)
     two = member(world, C)
     (copy,) = jobs(world, two)
     assert (copy["pattern"], copy["to"]) == ("ask", C)
     world.say(two, "hub:reply", {"data": 2}, correlationId=copy["id"], pattern="tell")
-    assert [frame["type"] for frame in world.taken(asker)] == ["hub:published", "hub:reply"]
-    later = ask_workers(world, asker, 2, ttl=5000)
+    assert [frame["type"] for frame in world.taken(requester)] == ["hub:published", "hub:reply"]
+    later = ask_workers(world, requester, 2, ttl=5000)
     world.wait(6000)
-    failed = world.taken(asker)[-1]
+    failed = world.taken(requester)[-1]
     assert (failed["correlationId"], failed["payload"]["code"]) == (later, "timeout")
     assert request != later
 
 
 def test_an_ask_that_a_member_rejects_is_over(world: World) -> None:
-    asker, one = world.actor(A), member(world, B)
-    request = ask_workers(world, asker, 1)
+    requester, one = world.actor(A), member(world, B)
+    request = ask_workers(world, requester, 1)
     (copy,) = jobs(world, one)
     mailbox = copy["metadata"]["mailbox"]
     payload = {
@@ -288,5 +293,5 @@ def test_an_ask_that_a_member_rejects_is_over(world: World) -> None:
         "reject": [{"offset": mailbox["offset"], "reason": "no"}],
     }
     assert world.ask(one, "hub:mailbox_commit", payload)["type"] == "hub:mailbox_committed"
-    failed = world.taken(asker)[-1]
+    failed = world.taken(requester)[-1]
     assert (failed["correlationId"], failed["payload"]["code"]) == (request, "timeout")

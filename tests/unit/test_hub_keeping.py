@@ -239,7 +239,7 @@ def test_a_slow_actor_with_a_mailbox_misses_nothing() -> None:
     world.unsent[receiver] = 3_000_000
     for number in range(1, 6):
         send(world, sender, B, number, pattern="tell")
-    assert world.hub.mailboxes.summary(receiver)[2] is False
+    assert world.hub.mailboxes.session_lag(receiver)[2] is False
     world.drain(receiver)
     assert data(world.taken(receiver)) == [0, 1, 2, 3, 4, 5]
     assert "hub/dead-letters" not in world.streams.entries
@@ -266,10 +266,10 @@ def test_a_producer_is_recognised_for_ever() -> None:
 
 def test_a_reply_waits_for_a_durable_asker() -> None:
     world = World()
-    asker, actor = world.actor(A, durable=True), world.actor(B, durable=True)
-    request = send(world, asker, B, 1, payload={"expectReply": True}, ttl=100_000)
+    requester, actor = world.actor(A, durable=True), world.actor(B, durable=True)
+    request = send(world, requester, B, 1, payload={"expectReply": True}, ttl=100_000)
     copy = world.taken(actor)[0]
-    world.lose(asker)
+    world.lose(requester)
     world.say(actor, "hub:reply", {"data": 2}, correlationId=copy["id"], pattern="tell")
     back = world.connect(A)
     world.say(back, "hub:register", {"actorAddress": A, "capabilities": ["x"], "durable": True})
@@ -279,7 +279,10 @@ def test_a_reply_waits_for_a_durable_asker() -> None:
 
 def test_what_an_actor_read_by_itself_can_be_committed_after_a_restart() -> None:
     world = World()
-    sender, receiver = world.actor(A), world.actor(B, "mailbox", durable=True, push=False, commit="manual")
+    sender, receiver = (
+        world.actor(A),
+        world.actor(B, "mailbox", durable=True, push=False, commit="manual"),
+    )
     for number in range(3):
         send(world, sender, B, number)
     page = world.ask(receiver, "hub:mailbox_read", {"actorAddress": B, "limit": 2})["payload"]
@@ -332,7 +335,7 @@ def test_what_still_holds_is_written_again_before_the_log_lets_go_of_it() -> Non
     world.wait(1000)
     assert len(world.streams.entries["hub/cursors/0"]) == before + 1
     assert json.loads(world.streams.entries["hub/cursors/0"][-1][1])["key"] == f"{B} {BOX}"
-    assert not receiver.boxes, "its registration has expired, its mailbox has not"
+    assert not receiver.queues, "its registration has expired, its mailbox has not"
 
 
 def test_a_broadcast_waits_for_an_actor_over_a_crash() -> None:
@@ -392,7 +395,7 @@ def test_looking_into_mailboxes_that_are_not_there_leaves_nothing_behind() -> No
     for number in range(10):
         page = world.ask(session, "hub:mailbox_read", {"actorAddress": f"@(t/a/{number})"})["payload"]
         assert page["messages"] == []
-    assert world.hub.mailboxes.boxes == {}
+    assert world.hub.mailboxes.queues == {}
     assert world.hub.mailboxes.cursors.streams_of("t/a/1") == []
 
 

@@ -144,7 +144,7 @@ def test_h3_what_is_no_envelope_is_refused(text: bytes) -> None:
 def test_h3_a_member_that_comes_twice_is_refused(text: bytes) -> None:
     error = refusal(text)
     assert error.code == "invalid_message"
-    assert "twice" in error.message
+    assert "duplicate member" in error.message
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])

@@ -15,7 +15,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.hub import decide
 from tailrace.hub.session import Session
-from tailrace.hub.state import RESERVE_MESSAGES, HubOptions
+from tailrace.hub.state import OVER_LIMIT_MESSAGES_MAX, HubOptions
 
 A, B, C = "@(t/a)", "@(t/b)", "@(t/c)"
 SMALL = Limits(hub_pause_bytes=2000, hub_outbound_bytes=4000, hub_pause_messages=20, hub_outbound_messages=40)
@@ -74,7 +74,7 @@ def test_h35_h36_h37_what_is_held_for_one_connection_is_bounded(program: list[tu
         else:
             world.say(others[name], "hub:send", payload, pattern="ask" if kind == "ask" else "tell")
         routed += kind != "nonsense"
-        bound = SMALL.hub_outbound_bytes + LARGEST + (RESERVE_MESSAGES + 1) * LARGEST
+        bound = SMALL.hub_outbound_bytes + LARGEST + (OVER_LIMIT_MESSAGES_MAX + 1) * LARGEST
         assert world.look() <= bound
     world.take(world.sent_bytes)
     if not world.slow.alive:

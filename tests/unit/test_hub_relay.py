@@ -109,7 +109,7 @@ def outcome(world: World, frames: list[bytes]) -> tuple[Any, ...]:
             del copy["id"]
     letters = [(one["reason"], one["message"]["payload"]) for one in world.streams.bodies("hub/dead-letters")]
     stored = [entry["payload"] for entry in world.streams.bodies("hub/mbox/t/kept")]
-    counted = [(one.received, one.handed, one.errors) for one in (sender, receiver)]
+    counted = [(one.received, one.delivered, one.errors) for one in (sender, receiver)]
     return said, letters, stored, dict(world.hub.counts), counted
 
 

@@ -81,7 +81,7 @@ def test_h20_a_repeat_whose_answer_was_let_go_is_told_so_and_not_delivered_again
     payload = {"to": B, "type": "n"}
     for number in range(10):
         assert world.ask(sender, "hub:send", payload, id=f"m-{number}")["type"] == "hub:delivery_ack"
-    assert world.hub.seen_of("t/a").answer_bytes <= 1000
+    assert world.hub.seen_messages_of("t/a").answer_bytes <= 1000
     world.taken(receiver)
     again = world.ask(sender, "hub:send", payload, id="m-0")["payload"]
     assert (again["code"], again["details"]["outcome"], again["retryable"]) == (

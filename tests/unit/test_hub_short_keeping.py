@@ -123,11 +123,13 @@ def outcome(frames: list[bytes], limits: Limits, *, held: bool) -> tuple[Any, ..
     if held:
         world.commit_held()
     said = [without_ids(world.taken(session)) for session in (sender, kept, other)]
-    counted = [(one.received, one.handed, one.errors, len(one.asked)) for one in (sender, kept, other)]
+    counted = [
+        (one.received, one.delivered, one.errors, len(one.sent_requests)) for one in (sender, kept, other)
+    ]
     counts = dict(world.hub.counts)
     world.wait(1000)
     streams = [without_ids(world.streams.bodies(name)) for name in sorted(world.streams.entries)]
-    return said, counted, counts, len(world.hub.asks), sorted(world.hub.mailboxes.boxes), streams
+    return said, counted, counts, len(world.hub.pending), sorted(world.hub.mailboxes.queues), streams
 
 
 payloads = st.fixed_dictionaries(
@@ -195,7 +197,7 @@ def test_what_cannot_be_written_is_refused_and_may_be_sent_again() -> None:
     said = world.taken(sender)
     assert [one["correlationId"] for one in said] == ["m-1", "m-2"]
     assert {one["payload"]["code"] for one in said} == {"unavailable"}
-    assert (len(world.hub.asks), sender.asked, world.hub.mailboxes.boxes) == (0, {}, {})
+    assert (len(world.hub.pending), sender.sent_requests, world.hub.mailboxes.queues) == (0, {}, {})
     send(world, sender, plain(1), plain(2, ack=None))
     assert [one["correlationId"] for one in world.taken(sender)] == ["m-1"]
     assert len(world.streams.bodies(MAILBOX)) == 2
@@ -210,7 +212,7 @@ def test_whoever_leaves_before_it_is_durable_is_told_nothing_and_loses_nothing()
     world.commit_held()
     assert world.taken(sender) == []
     assert len(world.streams.bodies(MAILBOX)) == 1
-    assert (len(world.hub.asks), sender.asked) == (0, {})
+    assert (len(world.hub.pending), sender.sent_requests) == (0, {})
 
 
 @pytest.mark.parametrize("is_durable_before", [True, False])
@@ -233,7 +235,7 @@ def test_h20_whoever_comes_back_and_repeats_it_hears_what_became_of_it(
     (ack,) = world.taken(back)
     assert (ack["correlationId"], ack["payload"]["status"]) == ("m-1", "accepted")
     assert len(world.streams.bodies(MAILBOX)) == 1
-    assert (len(world.hub.asks), len(world.hub.asks.deadlines)) == (0, 0)
+    assert (len(world.hub.pending), len(world.hub.pending.deadlines)) == (0, 0)
 
 
 def test_h25_a_disk_that_takes_too_long_is_told_once() -> None:
@@ -254,7 +256,7 @@ def test_h25_deadlines_are_kept_in_order_and_those_that_were_answered_are_not_he
     sender = a_sender(world)
     send(world, sender, *(plain(number) for number in range(50)))
     assert len(world.taken(sender)) == 50
-    assert len(world.hub.asks.deadlines) == 0
+    assert len(world.hub.pending.deadlines) == 0
     world.hold()
     for ttl in (5000, 1500, 3000, 1200):
         payload = {"to": AWAY, "type": "t", "data": 1, "ack": "accepted"}
@@ -263,14 +265,14 @@ def test_h25_deadlines_are_kept_in_order_and_those_that_were_answered_are_not_he
     assert [one["correlationId"] for one in world.taken(sender)] == ["d-1200"]
     world.wait(4000)
     assert [one["correlationId"] for one in world.taken(sender)] == ["d-1500", "d-3000", "d-5000"]
-    assert len(world.hub.asks.deadlines) == 0
+    assert len(world.hub.pending.deadlines) == 0
 
 
 def test_a_mailbox_nobody_attends_is_let_go_of_a_moment_later() -> None:
     world = World()
     sender = a_sender(world)
     send(world, sender, plain(1))
-    assert list(world.hub.mailboxes.boxes) == ["t/away"]
+    assert list(world.hub.mailboxes.queues) == ["t/away"]
     owner = world.connect(AWAY)
     world.say(owner, "hub:register", {"actorAddress": AWAY, "capabilities": ["test"], "durable": True})
     assert [one["payload"]["n"] for one in world.taken(owner) if one["type"] == "t"] == [1]
@@ -279,4 +281,4 @@ def test_a_mailbox_nobody_attends_is_let_go_of_a_moment_later() -> None:
     world.lose(owner)
     send(world, sender, plain(3))
     world.wait(1000)
-    assert not world.hub.mailboxes.boxes
+    assert not world.hub.mailboxes.queues

@@ -95,7 +95,7 @@ def test_h27_every_recipient_is_counted_as_what_became_of_it() -> None:
     counted = [ack[name] for name in ("deliveredCount", "queuedCount", "failedCount", "total")]
     assert counted == [1, 1, 1, 3]
     assert (said(world, fine), said(world, slow)) == ([1], [])
-    assert (slow.dropped[0], len(resting.waiting or ())) == (1, 1)
+    assert (slow.dropped[0], len(resting.resume_buffer or ())) == (1, 1)
     assert world.hub.counts["deliveries", "direct"] == 1
 
 

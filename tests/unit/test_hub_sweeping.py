@@ -47,7 +47,7 @@ def letters(world: World) -> list[tuple[str, Any]]:
 
 
 def position(world: World, path: str, stream: str) -> int:
-    cursor = world.hub.mailboxes.cursors.of(path, stream)
+    cursor = world.hub.mailboxes.cursors.get(path, stream)
     assert cursor is not None
     return cursor.committed
 
@@ -63,7 +63,7 @@ def test_what_waited_too_long_for_somebody_away_becomes_dead_letters(world: Worl
     world.wait(2 * UNIT_MS)
     assert letters(world) == [("mailbox_expired", number) for number in range(250)]
     assert position(world, "t/b", BOX) == 250
-    assert not world.hub.mailboxes.boxes, "mailboxes of those who are away are not held in memory"
+    assert not world.hub.mailboxes.queues, "mailboxes of those who are away are not held in memory"
     back = world.connect(B)
     world.say(back, "hub:register", {"actorAddress": B, "capabilities": ["x"], "durable": True})
     assert [frame["payload"] for frame in world.taken(back) if frame["type"] == "t"] == ["later"]
@@ -96,12 +96,12 @@ def test_a_request_that_is_kept_may_take_longer_than_memory_allows(world: World)
 
 
 def test_a_request_outlives_the_session_that_asked(world: World) -> None:
-    asker = world.actor(A, durable=True)
+    requester = world.actor(A, durable=True)
     receiver = world.actor(B, durable=True)
     world.lose(receiver)
     payload = {"to": B, "type": "t", "data": 1, "expectReply": True}
-    asked = world.say(asker, "hub:send", payload, ttl=60 * UNIT_MS)
-    world.lose(asker)
+    asked = world.say(requester, "hub:send", payload, ttl=60 * UNIT_MS)
+    world.lose(requester)
     back = world.connect(B)
     world.say(back, "hub:register", {"actorAddress": B, "capabilities": ["x"], "durable": True})
     request = next(frame for frame in world.taken(back) if frame["type"] == "t")
@@ -113,11 +113,14 @@ def test_a_request_outlives_the_session_that_asked(world: World) -> None:
 
 
 def test_somebody_who_is_there_is_left_alone(world: World) -> None:
-    sender, reader = world.actor(A), world.actor(B, "mailbox", durable=True, commit="manual", ackTimeout=3600)
+    sender, reader = (
+        world.actor(A),
+        world.actor(B, "mailbox", durable=True, commit="manual", ackTimeout=3600),
+    )
     tell(world, sender, B, 1)
     world.wait(9 * UNIT_MS)
     assert letters(world) == []
-    assert world.hub.mailboxes.boxes["t/b"].session is reader
+    assert world.hub.mailboxes.queues["t/b"].session is reader
 
 
 def test_an_empty_mailbox_that_nobody_uses_is_deleted(world: World) -> None:
@@ -152,9 +155,9 @@ def test_committed_messages_may_go_after_a_while(world: World) -> None:
     offset = world.taken(receiver)[0]["metadata"]["mailbox"]["offset"]
     world.say(receiver, "hub:mailbox_commit", {"actorAddress": B, "offset": offset})
     world.wait(6 * UNIT_MS)
-    assert BOX not in world.hub.sweeping.bounds
+    assert BOX not in world.hub.sweep.bounds
     world.wait(2 * UNIT_MS)
-    bound = world.hub.sweeping.bounds[BOX]
+    bound = world.hub.sweep.bounds[BOX]
     assert (bound.upto, bound.age_ms, bound.bytes_max) == (1, QUICK.hub_mailbox_kept_ms, None)
 
 
@@ -170,10 +173,10 @@ def test_a_topic_keeps_what_a_subscriber_has_yet_to_read(world: World) -> None:
     world.say(reader, "hub:subscribe", {"topic": "news", "durable": True})
     assert position(world, "t/b", TOPIC) == 4
     world.wait(2 * UNIT_MS)
-    assert TOPIC not in world.hub.sweeping.bounds, "one of them has read nothing"
+    assert TOPIC not in world.hub.sweep.bounds, "one of them has read nothing"
     world.wait(6 * UNIT_MS)
-    assert world.hub.sweeping.bounds[TOPIC].upto == 4, "and did not come back for long"
-    assert world.hub.sweeping.bounds[TOPIC].bytes_max == QUICK.hub_topic_bytes
+    assert world.hub.sweep.bounds[TOPIC].upto == 4, "and did not come back for long"
+    assert world.hub.sweep.bounds[TOPIC].bytes_max == QUICK.hub_topic_bytes
 
 
 def test_a_subscriber_goes_on_behind_what_was_trimmed(world: World) -> None:
@@ -193,11 +196,11 @@ def test_broadcasts_are_kept_until_durable_actors_have_read_them(world: World) -
     world.lose(receiver)
     world.say(sender, "hub:broadcast", {"type": "news", "data": 1, "excludeSelf": True})
     world.wait(2 * UNIT_MS)
-    assert BROADCAST_STREAM not in world.hub.sweeping.bounds
+    assert BROADCAST_STREAM not in world.hub.sweep.bounds
     back = world.connect(B)
     world.say(back, "hub:register", {"actorAddress": B, "capabilities": ["x"], "durable": True})
     world.wait(6000)
-    assert world.hub.sweeping.bounds[BROADCAST_STREAM].upto == 1
+    assert world.hub.sweep.bounds[BROADCAST_STREAM].upto == 1
 
 
 def test_all_mailboxes_are_looked_at_a_few_each_second(world: World) -> None:
@@ -212,20 +215,20 @@ def test_all_mailboxes_are_looked_at_a_few_each_second(world: World) -> None:
 
 
 def test_an_ask_is_taken_up_again_after_a_crash(world: World) -> None:
-    asker, worker = world.connect(A), world.actor(B, durable=True)
+    requester, worker = world.connect(A), world.actor(B, durable=True)
     payload = {"to": B, "type": "t", "data": 1, "expectReply": True}
-    asked = world.say(asker, "hub:send", payload, frm=A, ttl=UNIT_MS)
+    asked = world.say(requester, "hub:send", payload, frm=A, ttl=UNIT_MS)
     request = next(frame for frame in world.taken(worker) if frame["type"] == "t")
     world.crash()
-    asker, worker = world.connect(A), world.actor(B, durable=True)
-    world.say(asker, "hub:send", payload, frm=A, ttl=UNIT_MS, id=asked)
-    assert [frame["type"] for frame in world.taken(asker)] == ["hub:connected"], "it waits for its reply"
+    requester, worker = world.connect(A), world.actor(B, durable=True)
+    world.say(requester, "hub:send", payload, frm=A, ttl=UNIT_MS, id=asked)
+    assert [frame["type"] for frame in world.taken(requester)] == ["hub:connected"], "it waits for its reply"
     world.say(worker, "hub:reply", {"data": 2}, correlationId=request["id"], pattern="tell")
-    (reply,) = world.taken(asker)
+    (reply,) = world.taken(requester)
     assert (reply["type"], reply["correlationId"], reply["payload"]["data"]) == ("hub:reply", asked, 2)
     assert len(world.streams.entries[BOX]) == 1, "and was kept once"
-    world.say(asker, "hub:send", payload, frm=A, ttl=UNIT_MS, id=asked)
-    assert [frame["type"] for frame in world.taken(asker)] == ["hub:reply"], "a third time it is known"
+    world.say(requester, "hub:send", payload, frm=A, ttl=UNIT_MS, id=asked)
+    assert [frame["type"] for frame in world.taken(requester)] == ["hub:reply"], "a third time it is known"
 
 
 def test_durable_subscriptions_are_written_again_once_a_day_and_mean_the_same(world: World) -> None:
@@ -242,4 +245,4 @@ def test_durable_subscriptions_are_written_again_once_a_day_and_mean_the_same(wo
     again = world.actor(B)
     taken_up = world.ask(again, "hub:subscribe", {"topic": "news", "durable": True})["payload"]
     assert taken_up["subscriptionId"] == given["subscriptionId"]
-    assert len(world.hub.topics.lasting) == 1
+    assert len(world.hub.topics.durable) == 1

@@ -1,8 +1,8 @@
-"""The edge: holds the clients of a server, so that its owner sends each batch once and sleeps in between.
+"""The edge: serves many clients of a server, so that the owner sends each batch once and is idle in between.
 
-It has no journal and no truth of its own. Requests are forwarded (`forward`, `tunnel`), live readers of one
-stream share one upstream socket (`channel`), slices that hold for a while are kept (`slices`, `cache`,
-`disk`), and streams with a TTL are renewed for reads that were answered from these (`renewals`).
+An edge has no journal; the owner of a stream is authoritative. Requests are forwarded (`forwarding`), live
+readers of a stream share one upstream socket (`channels`), slices are cached (`slices`, `cache`), and streams
+with a TTL are renewed for reads that were served from the cache (`ttl_renewal`).
 """
 
 from __future__ import annotations

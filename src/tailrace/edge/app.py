@@ -1,9 +1,4 @@
-"""The application of an edge: admin routes, shared reads, and what is forwarded.
-
-What an edge says of itself: health, readiness and metrics, on its listener or on one of their own.
-
-The application of an edge: what it answers itself, what it shares, and what it passes on.
-"""
+"""The application of an edge: admin routes, shared reads, and forwarded requests."""
 
 from __future__ import annotations
 
@@ -53,23 +48,25 @@ from tailrace.protocol.query_params import live_mode, parse_query
 HEALTH_PATHS = (b"/healthz", b"/health")
 ADMIN_PATHS = (*HEALTH_PATHS, b"/readyz", b"/metrics")
 READ_METHODS = (b"GET", b"HEAD")
-# Nobody upstream is asked, and nothing of it is kept.
+# Served by the edge itself, never forwarded or cached.
 BYPASS = NO_STORE + cache_line("BYPASS")
 METRICS_TYPE = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 
 
 class AdminRoutes:
-    """Answered here, never upstream."""
+    """Routes that the edge serves itself."""
 
     def __init__(self, context: EdgeContext) -> None:
         self._context = context
         self.stopping = False
 
     def answer(self, exchange: Exchange, inspect: Callable[[Exchange], None]) -> None:
-        """`inspect` refuses who may not look at the numbers."""
+        """`inspect` authorises access to the metrics."""
         if exchange.method not in READ_METHODS:
             allow = (("Allow", "GET, HEAD, OPTIONS"),)
-            raise TailraceError("method_not_allowed", "this path takes GET, HEAD, OPTIONS", headers=allow)
+            raise TailraceError(
+                "method_not_allowed", "method not allowed: use GET, HEAD or OPTIONS", headers=allow
+            )
         if exchange.path == b"/metrics":
             inspect(exchange)
             exchange.respond(200, METRICS_TYPE + BYPASS, self._context.telemetry.render())
@@ -82,7 +79,7 @@ class AdminRoutes:
         upstreams = self._context.upstreams
         wrong = {"wrong": upstreams.wrong} if upstreams.wrong else {}
         if self.stopping or not upstreams.ready:
-            reason = "the edge is stopping" if self.stopping else "upstreams do not answer"
+            reason = "the edge is stopping" if self.stopping else "upstreams are unavailable"
             body = {"status": "degraded", "reason": reason, "upstreams": upstreams.unhealthy, **wrong}
             head = JSON_TYPE + BYPASS + b"Retry-After: 5\r\n"
             exchange.respond(503, head, orjson.dumps(body))
@@ -92,7 +89,7 @@ class AdminRoutes:
 
 
 class EdgeMetricsApp:
-    """A listener of its own, so that the metrics can be scraped without a token."""
+    """A separate listener for metrics without a token."""
 
     fixed_headers: bytes | None = b"X-Content-Type-Options: nosniff\r\n"
 
@@ -115,22 +112,22 @@ class EdgeMetricsApp:
 
 
 def _allow_all(_: Exchange) -> None:
-    """Who can reach the port may read them."""
+    """No check: access to the port is enough."""
 
 
 logger = logging.getLogger("tailrace.edge")
 
-# Of the owner; nobody is asked who they are.
+# Public routes of the owner.
 PUBLIC_PATHS = (b"/openapi.json", b"/hub/health", b"/v1/stream/__ds/jwks.json")
 WRITE_METHODS = (b"POST", b"PUT", b"DELETE")
-# Spans go to a stream that only the owner knows.
+# Spans are appended to a stream that only the owner knows.
 TRACES_PATH = b"/v1/traces"
 
 _X_CACHE = re.compile(rb"X-Cache: ([A-Z]+)\r\n")
 
 
 class EdgeApp:
-    """Looks like a server from outside."""
+    """The application of an edge; clients use it like a server."""
 
     def __init__(
         self,
@@ -158,14 +155,14 @@ class EdgeApp:
         self._packer = SliceCompressor()
         settings = context.settings
         self._logs_all = settings.log_requests == "all"
-        # Before it goes on, so that the server's log has the same id.
+        # Set before forwarding, so that the server's log has the same id.
         self._names_all = settings.request_ids or self._logs_all
         total = "edge-total" if settings.server_timing else None
         self._origins = AllowedOrigins(settings)
         self.common_headers = CommonHeaders(settings.resource_policy, self._origins, total)
         self.fixed_headers = self.common_headers.fixed
 
-    # -- what net asks for
+    # -- called by the HTTP server
 
     def handle(self, exchange: Exchange) -> None:
         if self._names_all:
@@ -173,8 +170,8 @@ class EdgeApp:
         if self._logs_all:
             exchange.observe_response(self._log_answer)
         if self._loop_mark in exchange.headers.get(b"via", b""):
-            logger.error("a request came back to this edge: its upstreams lead to itself")
-            raise TailraceError("internal", "the request goes round in a circle")
+            logger.error("proxy loop detected")
+            raise TailraceError("internal", "proxy loop detected: an upstream of this edge leads back to it")
         if exchange.method == b"OPTIONS":
             exchange.respond(204, http_headers.preflight_lines())
         elif exchange.path in ADMIN_PATHS:
@@ -189,28 +186,28 @@ class EdgeApp:
         return self._context.refusal(exchange, error)
 
     def end_live(self) -> None:
-        """Shutdown: nobody is kept waiting."""
+        """Shutdown: ends waits and live readers."""
         self._long_polls.end_all()
         self._live.end_all()
         self._held.end_all()
 
-    # -- the log of requests
+    # -- request log
 
     def _log_answer(self, exchange: Exchange, status: int, head: bytes) -> None:
-        """A line for every answer that the log does not know yet, with what X-Cache says."""
+        """Logs a response that is not logged yet, with X-Cache."""
         seconds = time.monotonic() - exchange.started
         found = _X_CACHE.search(head)
         more = {"cache": found[1].decode()} if found is not None else {}
         request_log.log_request(exchange, status, seconds, **more)
 
-    # -- what is passed on or shared
+    # -- forwarded and shared requests
 
     def _route(self, exchange: Exchange) -> None:
         if exchange.wants_websocket():
             self._origins.check_websocket(exchange)
         target = parse_target(exchange.path, self._context.limits.name_bytes)
         if target.kind == "server" and not self._shows(exchange.path):
-            raise TailraceError("not_found", "this edge does not show the server behind it")
+            raise TailraceError("not_found", "this edge does not expose routes of its server")
         begun = time.monotonic()
         caller = self._let_in(exchange, target)
         self._context.note(exchange, "edge-auth", time.monotonic() - begun)
@@ -228,15 +225,15 @@ class EdgeApp:
         self._start(exchange, self._write_or_head(exchange, target, caller), wait=False)
 
     def _let_in(self, exchange: Exchange, target: RequestTarget) -> Caller:
-        """Before anything is looked up or sent on."""
+        """Checks the request before any lookup or forwarding."""
         if target.kind == "stream" or _is_system_read(exchange, target):
             return self._gate.admit(exchange, target.name)
         if exchange.path in PUBLIC_PATHS:
-            return Caller.of(exchange)
+            return Caller.from_exchange(exchange)
         return self._gate.identify(exchange)
 
     def _shows(self, path: bytes) -> bool:
-        """Of the server itself; an edge in front of this one has to follow what is revoked."""
+        """A route of the server; an edge in front of this one needs the revocations."""
         return self._context.settings.edge_expose_server or path == REVOKED
 
     def _read(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> None:
@@ -259,7 +256,7 @@ class EdgeApp:
     async def _answer_or_hold(
         self, exchange: Exchange, target: RequestTarget, caller: Caller, work: Coroutine[None, None, None]
     ) -> None:
-        """An event stream that is known is held while its upstream does not answer, instead of a 503."""
+        """Holds a known event stream while its upstream is unavailable, instead of a 503."""
         try:
             await work
         except TailraceError as refusal:
@@ -270,12 +267,12 @@ class EdgeApp:
             self._held.hold(exchange, lambda: self._upstream(exchange, target))
 
     def _is_known_event_stream(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> bool:
-        return is_event_stream(exchange, _names_stream(target)) and self._held.knows(
+        return is_event_stream(exchange, _names_stream(target)) and self._held.is_known(
             exchange, target.name, caller
         )
 
     async def _pass(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> None:
-        """As it is; waits and streams have connections of their own."""
+        """Forwards a request unchanged; long responses get a dedicated connection."""
         apart = _may_wait(exchange, target)
         sent_at = self._context.loop.time()
 
@@ -299,7 +296,7 @@ class EdgeApp:
         if reply.status == 200:
             self._held.note_answered(exchange)
         elif is_transient(reply.status) and self._is_known_event_stream(exchange, target, caller):
-            raise TailraceError("unavailable", f"the upstream answers {reply.status}")
+            raise TailraceError("unavailable", f"the upstream responded with status {reply.status}")
 
     async def _write_or_head(self, exchange: Exchange, target: RequestTarget, caller: Caller) -> None:
         asking = self._book.asking(target.name, self._context.loop.time())
@@ -319,7 +316,7 @@ class EdgeApp:
     def _upstream(self, exchange: Exchange, target: RequestTarget) -> Upstream:
         upstreams = self._context.upstreams
         place = target.name if self._shards is None else self._shards.place(exchange, target)
-        return upstreams.of(place) if place else upstreams.any()
+        return upstreams.for_stream(place) if place else upstreams.any()
 
     async def _answer_live(
         self, exchange: Exchange, target: RequestTarget, reading: SharedRead, caller: Caller
@@ -337,13 +334,13 @@ class EdgeApp:
             exchange.respond(refusal.status, response_lines(refusal.fields, cache_line("MISS")), refusal.body)
             return
         except UpstreamLostError:
-            raise TailraceError("unavailable", "the upstream does not answer") from None
+            raise TailraceError("unavailable", "the upstream is unavailable") from None
         await self._respond(exchange, reading, found, outcome)
 
     async def _get_slice(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
         context = self._context
         begun = time.monotonic()
-        found = await self._slices.at_hand(reading, caller)
+        found = await self._slices.cached(reading, caller)
         looked = time.monotonic()
         context.note(exchange, "edge-cache", looked - begun)
         if found is not None:
@@ -353,10 +350,10 @@ class EdgeApp:
         return found, "MISS"
 
     async def _respond(self, exchange: Exchange, reading: SharedRead, found: Slice, outcome: str) -> None:
-        facts = self._book.of(reading.name)
+        facts = self._book.get(reading.name)
         head = found.lines + reading.start_line + cache_line(outcome)
         if found.end:
-            # At an open tail the slice's own end is what it was asked for.
+            # At an open tail the end of the slice is the requested offset.
             end = found.end if found.up_to_date else max(found.end, facts.end)
             head += http_headers.header_line("Stream-End-Offset", end)
         if earliest := max(found.earliest, facts.earliest):
@@ -373,7 +370,7 @@ class EdgeApp:
             exchange.respond(304, head)
             return
         if is_compressible(found) and accepts_gzip(exchange.headers.get(b"accept-encoding", b"")):
-            body = await self._packer.pack(found)
+            body = await self._packer.compress(found)
             head += GZIP_HEADER
         self._context.telemetry.edge_requests.add("read", outcome, 200)
         exchange.respond(200, http_headers.header_line("Content-Type", found.content_type) + head, body)
@@ -387,18 +384,18 @@ def _names_stream(target: RequestTarget) -> bool:
 
 
 def _is_system_read(exchange: Exchange, target: RequestTarget) -> bool:
-    """Streams of the hub have rules that the owner knows, and refusals of writes are in its own words."""
+    """Hub streams have a policy that only the owner knows, and write errors come from the owner."""
     return target.kind == "reserved" and target.name.startswith("__") and exchange.method in READ_METHODS
 
 
 def _wants_fresh(exchange: Exchange, reading: SharedRead) -> bool:
-    """`no-cache` or `no-store` on a plain read: it must not be behind the owner."""
+    """`no-cache` or `no-store` on a plain read: the owner must serve it."""
     control = exchange.headers.get(b"cache-control", b"").lower()
     return reading.mode == "" and (b"no-cache" in control or b"no-store" in control)
 
 
 def _may_wait(exchange: Exchange, target: RequestTarget) -> bool:
-    """Whether the answer may take long, or never end."""
+    """Whether the response may take long, or never end."""
     if exchange.wants_websocket() or exchange.path.startswith((b"/realtime/", b"/replication/")):
         return True
     if target.kind == "resource":

@@ -1,8 +1,6 @@
 """Authentication at the edge: the tokens of clients, and the token of the edge itself.
 
-The edge's own token: read again when its file is another, and set aside while it is good for nothing.
-
-Who is asking, and whether the edge can vouch for it: only then may answers be shared.
+Only clients whose token was verified here, or who have none, share cached slices and upstream sockets.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import NamedTuple
 
 from tailrace.auth import Action, Identity, TokenVerifier, authorise, invalid_token_error, is_exchanged_token
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
 
@@ -24,66 +23,67 @@ FileStamp = tuple[int, int, int]
 
 
 class EdgeToken:
-    """One file. While its token is refused or over, the tokens of readers have to do."""
+    """The edge's token from a file. While it is refused or expired, readers' tokens are used instead."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._stamp = self._look()
+        self._stamp = self._file_stamp()
         self.value = self._read()  # as an Authorization header
         self._until_s: float | None = None  # wall time
         self._refused_by: set[str] = set()
-        self._told = False
+        self._warned = False
 
     @property
     def is_refused(self) -> bool:
         return bool(self._refused_by)
 
     def usable(self, now_s: float) -> bytes | None:
-        """The token, unless it is known to be good no more."""
+        """The token, unless it is expired or refused."""
         if self._refused_by or (self._until_s is not None and now_s >= self._until_s):
             return None
         return self.value
 
     def refresh(self) -> bool:
-        """Looks at the file; true if it has another token. One that cannot be read changes nothing."""
-        stamp = self._look()
+        """Rereads a changed file; True if it has another token. An unreadable file changes nothing."""
+        stamp = self._file_stamp()
         if stamp == self._stamp:
             return False
         self._stamp = stamp
         try:
             value = self._read()
         except TailraceError as error:
-            logger.error("%s; the one that was read before stays in use", error.message)
+            logger.error(
+                "cannot read the edge token, keeping the last one",
+                extra=log_fields(path=str(self._path), error=error.message),
+            )
             return False
         if value == self.value:
             return False
         self.value = value
         self._until_s = None
         self._refused_by.clear()
-        self._told = False
-        logger.info("the edge has read another token from %s", self._path)
+        self._warned = False
+        logger.info("edge token reloaded", extra=log_fields(path=str(self._path)))
         return True
 
     def note_identity(self, identity: Identity) -> None:
-        """What the token says of itself. It is given up before its leeway is: others then know in time."""
+        """Records the expiry, without leeway, so that the token is replaced in time."""
         self._until_s = identity.expires_at
 
     def note_answer(self, upstream_id: str, status: int) -> None:
-        """An upstream was asked with the token. Only 401 is about the token itself."""
+        """Records the status of a request with the token. Only 401 concerns the token itself."""
         if status != 401:
             self._refused_by.discard(upstream_id)
             return
         self._refused_by.add(upstream_id)
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
-                "upstream %s refuses the edge's own token: put another one into %s. Until then sockets are "
-                "opened with the tokens of readers, and neither deletions nor revocations are followed",
-                upstream_id,
-                self._path,
+                "upstream refuses the edge token, using readers' tokens until the token file is replaced",
+                extra=log_fields(upstream=upstream_id, path=str(self._path)),
             )
 
-    def _look(self) -> FileStamp | None:
+    def _file_stamp(self) -> FileStamp | None:
         try:
             found = self._path.stat()
         except OSError:
@@ -113,19 +113,19 @@ ACTIONS = {
 
 
 class Caller(NamedTuple):
-    """A client as the edge knows it."""
+    """The client of a request."""
 
-    shared: bool  # the edge has checked it: what others may read it may be given, too
+    shared: bool  # verified here: may share cached slices and sockets
     ip: str = ""
     authorization: bytes | None = None
-    until_s: float | None = None  # wall time at which what it may do ends
+    until_s: float | None = None  # wall time at which its permission ends
     identity: Identity | None = None
-    via: bytes = b""  # the proxies that it came through
+    via: bytes = b""  # the Via header of the request
     request_id: bytes = b""
 
     @classmethod
-    def of(cls, exchange: Exchange, *, shared: bool = False) -> Caller:
-        """A client of which nothing was checked."""
+    def from_exchange(cls, exchange: Exchange, *, shared: bool = False) -> Caller:
+        """An unverified client."""
         given = exchange.headers
         ip = exchange.peer.rpartition(":")[0]
         via, request_id = given.get(b"via", b""), exchange.request_id
@@ -133,9 +133,9 @@ class Caller(NamedTuple):
 
 
 class Authenticator:
-    """Checks tokens with the keys and the policy that the owner has.
+    """Checks tokens with the same keys and policy as the owner.
 
-    Credentials that cannot be checked here are the owner's to judge: such a client shares nothing.
+    Credentials that cannot be verified here are checked by the owner: such a client shares nothing.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -146,8 +146,8 @@ class Authenticator:
         return self.verifier is not None
 
     def admit(self, exchange: Exchange, name: str) -> Caller:
-        """Refuses who may not do this to a stream, before anything is looked up or sent on."""
-        caller = Caller.of(exchange, shared=b"authorization" not in exchange.headers)
+        """Authorises a request on a stream, before any lookup or forwarding."""
+        caller = Caller.from_exchange(exchange, shared=b"authorization" not in exchange.headers)
         if self.verifier is None:
             return caller
         identity = self._identify(self.verifier, caller.authorization)
@@ -159,17 +159,17 @@ class Authenticator:
         return caller._replace(shared=True, until_s=identity.until_s, identity=identity)
 
     def identify(self, exchange: Exchange) -> Caller:
-        """Refuses a token that is not good, whatever it is for. What a good one may do there, the owner says.
+        """Refuses an invalid token. The owner authorises the action.
 
-        Who comes without one may be meant to: there are routes for everybody, and some ask on the socket.
+        A missing token is accepted: some routes are public, others authenticate over the socket.
         """
-        caller = Caller.of(exchange)
+        caller = Caller.from_exchange(exchange)
         if self.verifier is None or caller.authorization is None:
             return caller
         return caller._replace(identity=self._identify(self.verifier, caller.authorization))
 
     def inspect(self, exchange: Exchange) -> None:
-        """Refuses who may not look at the edge's own numbers."""
+        """Authorises access to the metrics of the edge."""
         if self.verifier is not None:
             identity = self.verifier.verify(exchange.headers.get(b"authorization"))
             authorise(identity, Action.INSPECT_SERVER)
@@ -182,8 +182,8 @@ class Authenticator:
                 return None
             raise
 
-    def look_at(self, token: EdgeToken) -> None:
-        """How long the edge's own token is good, if it can be read here. Whether it is, upstreams say."""
+    def read_expiry(self, token: EdgeToken) -> None:
+        """Reads the expiry of the edge's own token, if it can be verified here."""
         try:
             if self.verifier is not None:
                 token.note_identity(self.verifier.verify(token.value))
@@ -191,25 +191,25 @@ class Authenticator:
             return
 
     def reload(self) -> None:
-        """Somebody says that the keys are others."""
+        """Reloads the keys."""
         if self.verifier is not None:
             self.verifier.reload()
 
     def changed(self) -> bool:
-        """Whether keys or revocations are others than when this was asked last."""
+        """Whether keys or revocations changed since the last call."""
         return self.verifier is not None and self.verifier.poll_changes()
 
-    def stands(self, caller: Caller) -> bool:
-        """Whether a client that was let in still would be."""
+    def is_valid(self, caller: Caller) -> bool:
+        """Whether the client's token is still valid."""
         if self.verifier is None or caller.identity is None:
             return True
         return self.verifier.is_valid(caller.identity)
 
     def check_still(self, caller: Caller, now_s: float) -> None:
-        """Refuses a client that was let in and has waited, if what it came with is good no more."""
+        """Raises if the client's token expired or was revoked while it waited."""
         if caller.until_s is not None and now_s >= caller.until_s:
             raise invalid_token_error("the token has expired")
-        if not self.stands(caller):
+        if not self.is_valid(caller):
             raise invalid_token_error("the token was revoked")
 
     def start(self) -> None:
@@ -222,5 +222,5 @@ class Authenticator:
 
 
 def is_opaque(authorization: bytes) -> bool:
-    """Whether only the owner can tell what this is worth: no signed token, or one for a key."""
+    """Whether only the owner can verify it: not a JWT, or one that was exchanged for an API key."""
     return authorization.count(b".") != 2 or is_exchanged_token(authorization)

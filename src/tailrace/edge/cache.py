@@ -1,17 +1,9 @@
-"""Slices in memory and on disk, recent answers at the tail, and compressed forms.
+"""Cached slices in memory and on disk, recent responses at the tail, and compressed forms.
 
-Slices in memory: the least recently used go first.
-
-Answers at the tail: given again for a moment, and after that a thing to compare with.
-
-Bodies are kept as they are, and compressed on their way to clients that want that.
-
-Slices on disk: one file each, checked on every read, the least recently used go first.
-
-A file is `<2 hex>/<SHA-256 of the key>`: eight bytes that name the format, the lengths of head and body, the
-CRC32C of both, the head (JSON) and the body. It is written under another name and renamed, so it is whole or
-not there. A file of another server or epoch, or one that is damaged, is deleted and counts as not there. The
-directory is private: slices are data of streams that not every user of the machine may read.
+All caches are LRU and bounded in bytes. A disk file is `<2 hex>/<SHA-256 of the key>`: eight bytes of magic,
+the lengths of head and body, the CRC32C of both, the head (JSON) and the body. It is written under a
+temporary name and renamed, and checked on every read; a file that is damaged, or of another server or epoch,
+is deleted. The directory is private, because slices are data that not every user of the machine may read.
 """
 
 from __future__ import annotations
@@ -38,6 +30,7 @@ import orjson
 
 from tailrace.common import private_files
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.requests import response_lines, without_request_id
@@ -48,7 +41,7 @@ ENTRY_OVERHEAD_BYTES = 1024
 
 
 class Slice:
-    """A 200 answer to a catch-up read, ready to be given again."""
+    """A 200 response to a catch-up read."""
 
     __slots__ = (
         "body",
@@ -77,9 +70,9 @@ class Slice:
         self.fields = fields
         self.body = body
         self.stored_at = stored_at  # loop time
-        self.until = inf  # loop time at which its owner wants to be asked again
+        self.until = inf  # loop time at which it must be revalidated
         self.epoch = epoch
-        # Of the upstream request that brought it: how long that waited, and what the owner said it took.
+        # Of its upstream request: time in the queue, and Server-Timing of the owner.
         self.queued_s = 0.0
         self.timing = b""
         self.content_type = found.get(b"content-type", "")
@@ -95,22 +88,22 @@ class Slice:
         self.lines = response_lines(kept)
 
     @classmethod
-    def of(cls, reply: UpstreamResponse, body: bytes, now: float, sent_at: float) -> Slice:
+    def from_response(cls, reply: UpstreamResponse, body: bytes, now: float, sent_at: float) -> Slice:
         return cls(reply.fields, body, now).brought_by(reply, sent_at)
 
     def confirmed(self, reply: UpstreamResponse, now: float, sent_at: float) -> Slice:
-        """The same body with the head of a 304, which leaves out what has not changed."""
+        """The same body with the header of a 304, which has only changed fields."""
         head = {name.lower(): (name, value) for name, value in (*self.fields, *reply.fields)}
         return Slice([*head.values()], self.body, now).brought_by(reply, sent_at)
 
     def brought_by(self, reply: UpstreamResponse, sent_at: float) -> Slice:
-        """Notes how it came here, for Server-Timing, and how long it may stay."""
+        """Records timing for Server-Timing, and the cache lifetime."""
         self.queued_s = reply.queued_s
         self.timing = reply.get(b"server-timing") or b""
         if not self.is_immutable:
             stated = _MAX_AGE.search(self.cache_control)
-            spent_s = reply.number(b"age") or 0  # of an answer that another edge had kept
-            # Counted from when it was asked for, so that it is over here before it is at the owner.
+            spent_s = reply.number(b"age") or 0  # of a response cached by another edge
+            # From the time of the request, so that it expires here before it does at the owner.
             self.until = -inf if stated is None else sent_at + int(stated[1]) - spent_s
         return self
 
@@ -120,7 +113,7 @@ class Slice:
 
     @property
     def is_open(self) -> bool:
-        """The tail of a stream that still grows."""
+        """Whether it ends at the tail of an open stream."""
         return self.cache_control == "no-cache"
 
     @property
@@ -145,7 +138,7 @@ _SEPARATE = frozenset(
 
 
 class MemoryCache:
-    """Bounded in bytes. A stream's slices can be dropped together."""
+    """LRU cache of slices, bounded in bytes. A stream's slices can be dropped together."""
 
     def __init__(self, bytes_max: int, telemetry: EdgeTelemetry) -> None:
         self._bytes_max = bytes_max
@@ -196,7 +189,7 @@ RECENT_BYTES_MAX = 32 * 1024 * 1024
 
 
 class RecentRead(NamedTuple):
-    """An answer, and what was known of its stream when it was asked for."""
+    """A response, and the state of its stream at the time of the request."""
 
     slice: Slice
     generation: int
@@ -205,7 +198,7 @@ class RecentRead(NamedTuple):
 
 
 class RecentReads:
-    """The last answer at the tail for each read; the oldest go when there are too many."""
+    """The last response at the tail for each read; the oldest are evicted."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[tuple[str, ...], RecentRead] = OrderedDict()
@@ -227,9 +220,9 @@ class RecentReads:
             self._bytes -= gone.slice.size
 
 
-# Shorter ones are not worth it.
+# Shorter bodies are not compressed.
 BODY_BYTES_MIN = 1024
-# Longer ones take a while, and have a thread to take it on.
+# Longer bodies are compressed in a thread.
 INLINE_BYTES_MAX = 32 * 1024
 COMPRESSED_BYTES_MAX = 32 * 1024 * 1024
 LEVEL = 1
@@ -238,13 +231,13 @@ GZIP_HEADER = b"Content-Encoding: gzip\r\n"
 
 
 class SliceCompressor:
-    """Slices in their compressed form; those that are asked for often are compressed once."""
+    """Compressed slices; those read often are compressed once."""
 
     def __init__(self) -> None:
         self._packed: OrderedDict[Slice, bytes] = OrderedDict()
         self._bytes = 0
 
-    async def pack(self, found: Slice) -> bytes:
+    async def compress(self, found: Slice) -> bytes:
         packed = self._packed.get(found)
         if packed is not None:
             self._packed.move_to_end(found)
@@ -265,7 +258,7 @@ class SliceCompressor:
 
 
 def _held_bytes(found: Slice, packed: bytes) -> int:
-    """The slice counts too: it may be here only."""
+    """Includes the slice, which may be referenced only here."""
     return found.size + len(packed)
 
 
@@ -274,7 +267,7 @@ def is_compressible(found: Slice) -> bool:
 
 
 def accepts_gzip(accepted: bytes) -> bool:
-    """Whether `Accept-Encoding` allows it. A quality of nothing forbids; others are not compared."""
+    """Whether `Accept-Encoding` allows it. Only a quality of 0 forbids it."""
     for item in accepted.lower().split(b","):
         coding, _, weight = item.partition(b";")
         if coding.strip() in (b"gzip", b"x-gzip"):
@@ -287,7 +280,7 @@ logger = logging.getLogger("tailrace.edge")
 crc32c = cast("Callable[[bytes], int]", google_crc32c.value)  # pyright: ignore[reportUnknownMemberType]
 MAGIC = b"TREDGE2\n"
 HEADER_LAYOUT = struct.Struct(">8sIII")  # magic, length of the head, length of the body, CRC32C
-# The owner remembers deleted names for 30 days; within that time a new stream has a higher epoch.
+# The owner remembers deleted names for 30 days: within that time a new stream has a higher epoch.
 AGE_S_MAX = 7 * 86_400
 PENDING_MAX = 64
 LOCK = "lock"
@@ -297,17 +290,17 @@ DiskKey = tuple[str, ...]
 
 
 class SliceHeader(msgspec.Struct, frozen=True):
-    """What is stored in front of the body."""
+    """The head of a cache file."""
 
     key: list[str]
-    deployment: str  # of the server that it came from: another one may have a stream of the same name
+    deployment: str  # of its server: another server may have a stream of the same name
     epoch: int
     at_s: float
     fields: list[tuple[str, str]]
 
 
 class DiskCache:
-    """Bounded in bytes. Reads and writes happen on threads; the index is the loop's."""
+    """LRU cache on disk, bounded in bytes. I/O runs in threads; the index belongs to the loop."""
 
     def __init__(self, context: EdgeContext, directory: Path) -> None:
         self._context = context
@@ -345,7 +338,7 @@ class DiskCache:
         return Slice(fields, body, self._context.loop.time() - age_s, head.epoch)
 
     def put(self, key: DiskKey, found: Slice, deployment: str) -> None:
-        """Keeps a slice, unless the disk cannot keep up or has failed, or nobody knows whose it is."""
+        """Stores a slice, unless the disk is too slow or failed, or its deployment is unknown."""
         if not self._on or not deployment or self._pending >= PENDING_MAX:
             return
         self._pending += 1
@@ -368,7 +361,7 @@ class DiskCache:
         except OSError as error:
             if self._on:
                 self._on = False
-                logger.warning("the disk cache is off: %s", error)
+                logger.warning("disk cache disabled", extra=log_fields(error=str(error)))
             return
         finally:
             self._pending -= 1
@@ -399,7 +392,7 @@ def digest_of(key: DiskKey) -> str:
 
 
 def lock_directory(directory: Path) -> BinaryIO:
-    """One edge per directory."""
+    """Locks the directory: one edge per directory."""
     try:
         _check_own(directory)
         private_files.make_private_directory(directory)
@@ -415,14 +408,14 @@ def lock_directory(directory: Path) -> BinaryIO:
 
 
 def _check_own(directory: Path) -> None:
-    """Refuses a directory that cannot be closed to other users, or that is used for something else too."""
+    """Refuses a directory that cannot be made private, or has other files."""
     if not directory.exists() or not (status := directory.stat()).st_mode & private_files.OTHER_USERS_MODE:
         return
     reason = ""
     if os.geteuid() not in (ROOT, status.st_uid):
         reason = "belongs to another user"
     elif any(not _is_ours(path) for path in directory.iterdir()):
-        reason = "has files in it that are not of an edge"
+        reason = "has files of other programs"
     if reason:
         raise TailraceError(
             "unavailable",
@@ -436,7 +429,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _scan(directory: Path) -> list[tuple[str, int]]:
-    """What an earlier life has left, least recently used first; unfinished files are deleted."""
+    """The files of an earlier process, least recently used first; deletes unfinished files."""
     found: list[tuple[float, str, int]] = []
     for folder in directory.iterdir():
         if len(folder.name) != 2 or not folder.is_dir():
@@ -469,7 +462,7 @@ def write_slice(path: Path, head: bytes, body: bytes) -> int:
 
 
 def read_slice(path: Path, key: DiskKey, deployment: str, epoch: int) -> tuple[SliceHeader, bytes] | None:
-    """A file's content, or None if it is not what it should be."""
+    """The slice of a file; None if it is damaged or of another stream."""
     try:
         data = path.read_bytes()
         os.utime(path)

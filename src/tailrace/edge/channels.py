@@ -1,13 +1,8 @@
 """Followed streams: one upstream feed each, a ring of recent batches, and the readers that share both.
 
-A followed stream: one upstream socket, a ring of its recent batches, and the readers that share both.
-
-A batch covers `(start, next]` and begins where the one before ended, so a reader that is in the ring and is
-given what follows misses nothing and sees nothing twice. Whoever is elsewhere reads slices first.
-
-Waiting at a channel for something to happen, without being sent anything.
-
-All followed streams of an edge: each opened once, kept within bounds, closed when nobody reads it.
+A batch covers `(start, next]` and starts where the previous one ended, so a reader in the ring gets every
+entry exactly once. A reader at another offset reads slices first. Channels are opened once, bounded in number
+and bytes, and closed some time after their last reader.
 """
 
 from __future__ import annotations
@@ -39,12 +34,12 @@ from tailrace.protocol.http_headers import is_text
 
 logger = logging.getLogger("tailrace.edge")
 
-# Many readers are told in rounds, so many per turn of the loop: whoever is told last gets everything that
-# came meanwhile in one write.
-NOTIFIED_PER_TURN = 64
-# Written to a reader at once; what is more follows when this is on its way.
+# Readers are notified in rounds, this many per loop iteration; the last ones get everything that arrived
+# meanwhile in one write.
+NOTIFIED_PER_SLICE = 64
+# Written to a reader at once; more follows when this was sent.
 ENCODED_BYTES_MAX = 256 * 1024
-# What is kept for readers at one place: those at the last few batches are many, those behind are few.
+# Joined batches are cached for readers at the last few batches, where most readers are.
 JOINED_MAX = 8
 SHUT_S = 1.0
 CLOSE_GONE = 4404
@@ -54,32 +49,32 @@ CLOSE_NOT_ALLOWED = 1008
 
 
 class ChannelReader(Protocol):
-    """Somebody who waits at a channel."""
+    """A reader of a channel."""
 
     authorization: bytes | None
     until_s: float | None  # wall time at which the reader's permission ends
 
     def on_batches(self) -> None:
-        """There is more in the ring, or the channel is closed."""
+        """The ring has more batches, or the channel is closed."""
         ...
 
     def on_end(self, code: int) -> None:
-        """The channel is over; the code is what a WebSocket client gets to see."""
+        """The channel ended; `code` is the WebSocket close code."""
         ...
 
 
 class EncodedBatches(NamedTuple):
-    """Encoded batches, and where a reader is after them."""
+    """Encoded batches, and the position after them."""
 
     data: bytes
     number: int
     last: str
-    cursor: int  # of the first of them: it is only for readers that have seen no greater one
-    up_to_date: bool  # as its last control says
+    cursor: int  # of the first batch: valid for readers that saw no greater one
+    up_to_date: bool  # of the last control
 
 
 class ChannelKey(NamedTuple):
-    """What readers have to have in common."""
+    """What readers of one channel share: stream, format, key."""
 
     name: str
     fmt: str
@@ -92,7 +87,7 @@ class ChannelKey(NamedTuple):
 
 
 class Channel:
-    """One followed stream. Lives as long as it has readers, and a little longer."""
+    """One followed stream. Lives until `edge_linger_ms` after its last reader."""
 
     def __init__(self, channels: ChannelTable, key: ChannelKey, token: bytes | None, start: str = "") -> None:
         self._channels = channels
@@ -101,61 +96,61 @@ class Channel:
         self.content_type: str | None = None
         self.earliest = ""
         self.text = False
-        self.end = start  # the offset of the newest batch: where the socket is
-        self.up_to_date = False  # the upstream said so, and nothing came since
+        self.end = start  # the offset after the newest batch
+        self.up_to_date = False  # as the last control said
         self.connected = False
-        self.closed = False  # the stream is: there will be no more batches
-        self.over = False  # so is the channel
+        self.closed = False  # the stream is closed: no more batches
+        self.over = False  # the channel ended
         self.first = 0  # number of the oldest batch in the ring
         self.ring: deque[FeedBatch] = deque()
         self.ring_bytes = 0
-        self._numbers: dict[str, int] = {}  # where a batch begins: its number
-        self._joined: dict[tuple[int, str], EncodedBatches] = {}  # what readers at one place are given
-        # The way of nearly everybody, from `step_from` to the end, by form.
+        self._numbers: dict[str, int] = {}  # batch number by start offset
+        self._joined: dict[tuple[int, str], EncodedBatches] = {}  # by batch number and form
+        # The common case: from `step_from` to the end, by form.
         self.step_from = -1
         self.step: dict[str, EncodedBatches] = {}
         self.readers: dict[ChannelReader, None] = {}
         self._feed: UpstreamFeed | None = None
-        self._upstream: Upstream | None = None  # the door that the socket goes through
+        self._upstream: Upstream | None = None  # of the socket
         self._opened_at = 0.0
         self._setbacks = ReconnectBackoff()
-        self.carried: bytes | None = None  # the Authorization that the socket was opened with
-        self._hold: asyncio.Task[None] | None = None  # ends the wait for a lost upstream
+        self.authorization: bytes | None = None  # the Authorization of the socket
+        self._hold: asyncio.Task[None] | None = None  # ends the channel if the upstream stays away
         self._round: list[ChannelReader] = []
-        self._told = 0  # of the round
-        self._told_again = False
-        # Arrival of the oldest batch of the round, and of the oldest that no round has told of yet.
+        self._notified = 0  # readers of the round
+        self._notify_again = False
+        # Arrival of the oldest batch of this round, and of the next one.
         self._round_since: float | None = None
-        self._untold_since: float | None = None
-        self.uncounted = False  # its ring is no longer part of what all rings hold together
+        self._unsent_since: float | None = None
+        self.uncounted = False  # no longer part of the total of ring bytes
         self.idle_since = self._context.loop.time()
         self.opened: asyncio.Task[None] = self._context.loop.create_task(self._open(token))
         self.opened.add_done_callback(_note_outcome)
         self._task: asyncio.Task[None] | None = None
 
-    # -- where readers are
+    # -- positions
 
     @property
     def following(self) -> int:
-        """The number that the next batch will have."""
+        """The number of the next batch."""
         return self.first + len(self.ring)
 
     def number_at(self, offset: str) -> int | None:
-        """The number of the batch that begins at an offset; None if no batch does."""
+        """The number of the batch that starts at an offset, if any."""
         if offset == self.end:
             return self.following
         return self._numbers.get(offset)
 
     def waits_at(self, offset: str) -> bool:
-        """Whether it is known that nothing follows an offset yet."""
+        """Whether an offset is the tail of the stream."""
         return self.up_to_date and self.end == offset and not self.closed and not self.over
 
     def holds(self, offset: str) -> bool:
-        """Whether an offset lies inside the ring, be it at a boundary or not."""
+        """Whether an offset lies inside the ring, at a batch boundary or not."""
         return bool(self.ring) and self.ring[0].start <= offset <= self.end
 
-    def piece_from(self, number: int, form: str) -> EncodedBatches:
-        """What a reader gets that has all batches below a number: the same bytes for all who are there."""
+    def encoded_from(self, number: int, form: str) -> EncodedBatches:
+        """The encoded batches from a number on, shared by all readers at it."""
         found = self._joined.get((number, form))
         if found is None:
             found = self._join(number, form)
@@ -174,7 +169,7 @@ class Channel:
         return number + 1 == self.following
 
     def ends_at(self, number: int) -> bool:
-        """Whether the upstream has said that nothing follows a batch."""
+        """Whether a batch ends at the tail."""
         return self.up_to_date and self.is_newest(number)
 
     def encoded(self, number: int, form: str, cursor: str) -> bytes:
@@ -197,7 +192,7 @@ class Channel:
         return EncodedBatches(b"".join(parts), number, last, first.cursor_number, self.ends_at(number - 1))
 
     def _forget_joined(self) -> None:
-        """What was put together does not say any more how things are."""
+        """Drops joined batches, which are outdated."""
         self._joined.clear()
         self.step_from, self.step = -1, {}
 
@@ -212,14 +207,14 @@ class Channel:
     # -- the upstream socket
 
     async def _open(self, token: bytes | None) -> None:
-        """Looks at the stream and follows it from its tail, or from where the socket was lost."""
+        """Follows the stream from its tail, or from where the socket was lost."""
         context = self._context
-        upstream = context.upstreams.of(self.key.name)
+        upstream = context.upstreams.for_stream(self.key.name)
         async with upstream.opening:
-            feed = await self._look_and_follow(upstream, token)
+            feed = await self._open_feed(upstream, token)
         if feed is None:
             return
-        upstream.note_opened()
+        upstream.record_opened()
         if feed.ended:
             return
         if self.over:
@@ -230,14 +225,14 @@ class Channel:
         self.connected = not self.closed
         self._end_hold()
 
-    async def _look_and_follow(self, upstream: Upstream, token: bytes | None) -> UpstreamFeed | None:
-        """The socket, or None if the stream has nothing more to follow."""
+    async def _open_feed(self, upstream: Upstream, token: bytes | None) -> UpstreamFeed | None:
+        """The feed; None if the stream is closed or changed its type."""
         context = self._context
-        authorization = self.carried = context.token or token or self._some_token()
+        authorization = self.authorization = context.token or token or self._some_token()
         reply = await self._channels.head(self.key.name, authorization)
         content_type = (reply.get(b"content-type") or b"").decode("latin-1")
         if self.content_type is not None and content_type != self.content_type:
-            # The stream got its type, or is another one: whoever comes back sees the right encoding.
+            # The content type changed: readers reconnect to get the right encoding.
             self._finish(CLOSE_GOING_AWAY)
             return None
         self.content_type = content_type
@@ -260,7 +255,7 @@ class Channel:
         )
 
     def _some_token(self) -> bytes | None:
-        """Of one of the readers, where the edge has none of its own."""
+        """The token of a reader, used if the edge has none."""
         best = max(self.readers, key=_token_lifetime, default=None)
         return None if best is None else best.authorization
 
@@ -273,12 +268,12 @@ class Channel:
             if control.closed:
                 self._close_stream()
             else:
-                self._tell()
+                self._notify_readers()
             return
         batch = FeedBatch(self.end, control.offset, payload, self.text, control.cursor, closed=control.closed)
         batch.arrived = time.monotonic()
-        if self._untold_since is None:
-            self._untold_since = batch.arrived
+        if self._unsent_since is None:
+            self._unsent_since = batch.arrived
         self._numbers[batch.start] = self.following
         self.ring.append(batch)
         self.ring_bytes += batch.size
@@ -288,7 +283,7 @@ class Channel:
         if control.closed:
             self._close_stream()
         else:
-            self._tell()
+            self._notify_readers()
 
     def _on_lost(self, code: int) -> None:
         self._feed = None
@@ -309,9 +304,9 @@ class Channel:
         self._task = self._context.loop.create_task(self._reopen(at_once=at_once))
 
     async def _reopen(self, *, at_once: bool) -> None:
-        """Comes back to where the socket was lost; readers are kept meanwhile, and told nothing.
+        """Reopens the socket where it was lost; readers stay connected meanwhile.
 
-        How long they are kept is decided by `_hold_readers`: an attempt may take longer than that.
+        `_hold_readers` limits the time, because one attempt may take longer than the hold.
         """
         while not self.over:
             if not at_once:
@@ -322,7 +317,7 @@ class Channel:
             except UpstreamLostError:
                 self._note_failure()
             except TailraceError as refusal:
-                if refusal.code == "overloaded":  # else no door is open, and that has a pause of its own
+                if refusal.code == "overloaded":  # else no upstream is usable, and `_pause` waits
                     self._setbacks.note()
             except UpstreamRefusedError as refused:
                 self._setbacks.note()
@@ -332,22 +327,21 @@ class Channel:
                 elif status in (401, 403):
                     at_once = self._dismiss_refused()
             if self.connected or self.over or self.closed or self._task is not asyncio.current_task():
-                return  # the last: what was opened is lost already, and that is seen to by another task
+                return  # the last: the new socket is already lost, and another task reopens it
 
     async def _hold_readers(self) -> None:
-        """Ends the channel when its upstream was away for the whole hold.
+        """Ends the channel if its upstream was unavailable for the whole hold time.
 
-        The back-off and the regular health checks may be seconds behind, so the upstream is looked at once
-        more when the hold is over; all channels share that look. If the upstream is back, the channel gets as
-        long as it may take until it is its turn to be opened again.
+        Back-off and health checks may lag by seconds, so the upstream is checked once more at the end; all
+        channels share that check. If the upstream is back, the channel gets the time of the load ramp.
         """
         await asyncio.sleep(self._context.limits.edge_hold_ms / 1000)
         upstreams = self._context.upstreams
         try:
-            upstream = upstreams.of(self.key.name)
+            upstream = upstreams.for_stream(self.key.name)
         except TailraceError:
             upstream = upstreams.home(self.key.name)
-        if await upstream.look_now():
+        if await upstream.check_now():
             await asyncio.sleep(RAMP_S)
         self.stop(CLOSE_OVERLOADED)
 
@@ -357,9 +351,9 @@ class Channel:
         self._hold = None
 
     def _dismiss_refused(self) -> bool:
-        """The owner takes this token no more: whoever has it leaves, with others it is tried again."""
+        """The owner refuses this token: ends its readers, and retries with the tokens of others."""
         for reader in list(self.readers):
-            if reader.authorization == self.carried:
+            if reader.authorization == self.authorization:
                 self.detach(reader)
                 reader.on_end(CLOSE_NOT_ALLOWED)
         if self._context.token is not None or not self.readers:
@@ -368,57 +362,57 @@ class Channel:
 
     async def _pause(self) -> None:
         try:
-            upstream = self._context.upstreams.of(self.key.name)
+            upstream = self._context.upstreams.for_stream(self.key.name)
         except TailraceError:
-            await asyncio.sleep(SHUT_S)  # no door is open
+            await asyncio.sleep(SHUT_S)  # no upstream is usable
         else:
             await upstream.pause()
             await self._setbacks.pause()
 
     def _note_failure(self) -> None:
         try:
-            self._context.upstreams.of(self.key.name).note_failed(self._context.loop.time())
+            self._context.upstreams.for_stream(self.key.name).record_failed(self._context.loop.time())
         except TailraceError:
             return
 
-    # -- readers are told
+    # -- notifying readers
 
-    def _tell(self) -> None:
+    def _notify_readers(self) -> None:
         if self._round:
-            self._told_again = True
+            self._notify_again = True
             return
-        self._round, self._told = list(self.readers), 0
-        self._round_since, self._untold_since = self._untold_since, None
-        self._go_on()
+        self._round, self._notified = list(self.readers), 0
+        self._round_since, self._unsent_since = self._unsent_since, None
+        self._notify_next()
 
-    def _go_on(self) -> None:
-        begun, self._told = self._told, self._told + NOTIFIED_PER_TURN
-        for reader in self._round[begun : self._told]:
+    def _notify_next(self) -> None:
+        begun, self._notified = self._notified, self._notified + NOTIFIED_PER_SLICE
+        for reader in self._round[begun : self._notified]:
             if reader in self.readers:
                 try:
                     reader.on_batches()
                 except Exception:
-                    logger.exception("a live reader failed")  # the others are told all the same
-        if self._told < len(self._round):
-            self._context.loop.call_soon(self._go_on)
+                    logger.exception("live reader failed")  # the others are still notified
+        if self._notified < len(self._round):
+            self._context.loop.call_soon(self._notify_next)
             return
         if self._round and self._round_since is not None:
             delivery_s = time.monotonic() - self._round_since
             self._context.telemetry.edge_delivery_seconds.observe(delivery_s)
         self._round = []
-        if self._told_again:
-            self._told_again = False
-            self._context.loop.call_soon(self._tell)
+        if self._notify_again:
+            self._notify_again = False
+            self._context.loop.call_soon(self._notify_readers)
 
     # -- the end
 
     def _close_stream(self) -> None:
-        """Nothing will follow; readers take what is left and leave."""
+        """The stream is closed; readers get the remaining batches."""
         self.closed = True
         self.connected = False
         self._end_hold()
-        self._channels.forget(self)  # whoever comes now has to be told by the upstream
-        self._tell()
+        self._channels.forget(self)  # new readers go to the upstream
+        self._notify_readers()
 
     def _finish(self, code: int) -> None:
         if self.over:
@@ -434,7 +428,7 @@ class Channel:
         self.readers.clear()
 
     def stop(self, code: int = CLOSE_GOING_AWAY) -> None:
-        """Nobody needs it any more, or the edge stops."""
+        """Ends the channel and its tasks."""
         self._finish(code)
         for task in (self.opened, self._task):
             if task is not None and not task.done() and task is not asyncio.current_task():
@@ -452,17 +446,17 @@ class Channel:
             self.drop_oldest()
 
     def _has_moved(self) -> bool:
-        """Whether the stream is now asked of another door, since that of the socket is out."""
+        """Whether another upstream serves the stream because that of the socket is unusable."""
         if self._upstream is None or self._upstream.usable:
             return False
         try:
-            door = self._context.upstreams.of(self.key.name)
+            upstream = self._context.upstreams.for_stream(self.key.name)
         except TailraceError:
             return False
-        return door is not self._upstream and door.usable
+        return upstream is not self._upstream and upstream.usable
 
     def drop_oldest(self) -> None:
-        """Makes room; readers that still need the batch read slices."""
+        """Evicts the oldest batch; readers that still need it read slices."""
         batch = self.ring.popleft()
         self._forget_joined()
         del self._numbers[batch.start]
@@ -473,20 +467,20 @@ class Channel:
 
 
 def _token_lifetime(reader: ChannelReader) -> float:
-    """How long a reader's token is good; one without a token is the last choice."""
+    """Sort key: when a reader's token expires; no token sorts last."""
     if reader.authorization is None:
         return -inf
     return inf if reader.until_s is None else reader.until_s
 
 
 def _note_outcome(task: asyncio.Task[None]) -> None:
-    """Whoever waits for the channel gets the failure; if nobody does, it is of no interest."""
+    """Marks the exception as retrieved; waiters get it from `open`."""
     if not task.cancelled():
         task.exception()
 
 
 class ChannelWaiter:
-    """A reader that only wants to know. One wait each."""
+    """A reader that waits for one event."""
 
     def __init__(
         self, channel: Channel, authorization: bytes | None = None, until_s: float | None = None
@@ -494,20 +488,20 @@ class ChannelWaiter:
         self._channel = channel
         self.authorization = authorization
         self.until_s = until_s
-        self._rung = asyncio.Event()
+        self._event = asyncio.Event()
 
     def on_batches(self) -> None:
-        self._rung.set()
+        self._event.set()
 
     def on_end(self, code: int) -> None:
-        self._rung.set()
+        self._event.set()
 
     async def wait(self, seconds: float) -> bool:
-        """True if something happened, false if the time was up."""
+        """True on an event, False after a timeout."""
         self._channel.attach(self)
         try:
             async with asyncio.timeout(seconds):
-                await self._rung.wait()
+                await self._event.wait()
         except TimeoutError:
             return False
         finally:
@@ -516,7 +510,7 @@ class ChannelWaiter:
 
     @staticmethod
     async def reached(channel: Channel, offset: str, seconds: float) -> bool:
-        """Waits until a channel has come to an offset. False if it does not, or is over."""
+        """Waits until a channel has reached an offset. False after a timeout."""
         until = asyncio.get_running_loop().time() + seconds
         while channel.end < offset and not channel.over and not channel.closed:
             left = until - asyncio.get_running_loop().time()
@@ -526,12 +520,12 @@ class ChannelWaiter:
 
 
 TICK_S = 1.0
-# Down to this share of their bound the rings are emptied once they are past it.
+# Above their limit, rings are evicted down to this share of it.
 ROOM_SHARE = 0.9
 
 
 class ChannelTable:
-    """The table of channels, and the timer that serves them all."""
+    """All channels of an edge, and their timer."""
 
     def __init__(self, context: EdgeContext, book: StreamInfoCache) -> None:
         self.context = context
@@ -548,13 +542,15 @@ class ChannelTable:
         telemetry.edge_ring_bytes.read = lambda: self.ring_bytes
 
     async def open(self, key: ChannelKey, token: bytes | None) -> tuple[Channel, bool]:
-        """The channel of a stream, and whether it was there already. Raises what its upstream says."""
+        """The channel of a stream, and whether it existed. Raises the upstream's error."""
         channel = self._table.get(key)
         known = channel is not None
         if channel is None:
             if len(self._table) >= self.context.limits.edge_channels:
                 self.context.telemetry.edge_overload.add("channels")
-                raise TailraceError("overloaded", "too many streams are followed")
+                raise TailraceError(
+                    "overloaded", f"at most {self.context.limits.edge_channels} streams are followed"
+                )
             channel = self._table[key] = Channel(self, key, token)
             self._enter(channel)
         try:
@@ -565,39 +561,39 @@ class ChannelTable:
         except asyncio.CancelledError:
             if not channel.opened.cancelled():
                 raise
-            # The stream was deleted meanwhile; what is said of that is the owner's.
+            # The stream was deleted meanwhile.
             raise UpstreamRefusedError(UpstreamAnswer(404, [], b"")) from None
         return channel, known
 
     async def open_private(self, key: ChannelKey, token: bytes | None, start: str) -> Channel:
-        """A socket for one reader that does not fit into the ring."""
+        """A channel for one reader whose offset is not a batch boundary."""
         if len(self._private) >= self.context.limits.edge_private_sockets:
             self.context.telemetry.edge_overload.add("private_sockets")
-            raise TailraceError("overloaded", "too many readers need a socket of their own")
+            raise TailraceError("overloaded", "too many readers need a private upstream socket")
         channel = Channel(self, key, token, start)
         self._private.add(channel)
         self._enter(channel)
         try:
             await channel.opened
         except BaseException:
-            channel.stop()  # its socket may just have been opened
+            channel.stop()  # its socket may be open
             raise
         return channel
 
     def follows(self, name: str) -> bool:
-        """Whether the owner of a stream has a live reader here."""
+        """Whether a connected channel follows a stream."""
         return any(channel.connected for channel in self._by_name.get(name, ()))
 
     def forget(self, channel: Channel) -> None:
-        """Takes a channel off the table; readers that it has may still finish with it."""
+        """Removes a channel from the table; its readers may still finish."""
         self._take_off(channel)
         if not channel.uncounted:
             channel.uncounted = True
             self.ring_bytes -= channel.ring_bytes
 
     async def head(self, name: str, authorization: bytes | None) -> UpstreamResponse:
-        """What the owner says of a stream right now; raises `RefusedError` if that is a no."""
-        upstream = self.context.upstreams.of(name)
+        """HEAD of a stream at its owner; raises `UpstreamRefusedError`."""
+        upstream = self.context.upstreams.for_stream(name)
         request = build_request(
             b"HEAD",
             build_stream_target(name, {}),
@@ -606,14 +602,14 @@ class ChannelTable:
             authorization,
         )
         asking = self._book.asking(name, self.context.loop.time())
-        reply = await upstream.pool.ask(request, head_only=True, again=True)
+        reply = await upstream.pool.request(request, head_only=True, again=True)
         self._book.note_head(name, reply, self.context.loop.time(), asking)
         if reply.status != 200:
             raise UpstreamRefusedError(await read_answer(reply))
         return reply
 
     def note_batch(self, channel: Channel, batch: FeedBatch) -> None:
-        """A batch arrived: reads that begin now have to see it, and the ring keeps its bounds."""
+        """Records a batch for later reads, and enforces the ring limits."""
         context = self.context
         context.telemetry.edge_batches.value += 1
         self._book.note_batch(channel.key.name, batch.next)
@@ -626,15 +622,19 @@ class ChannelTable:
             self._make_room(batch)
 
     def _make_room(self, newest: FeedBatch) -> None:
-        """Takes from the largest rings, and last of all their only batch; what has just come stays.
+        """Evicts from the largest rings, their only batch last; never the newest batch.
 
-        A little more than is needed, so that not every batch has to look for the largest.
+        Evicts a little more than needed, so that not every batch sorts the rings.
         """
         enough = self.context.limits.edge_rings_bytes * ROOM_SHARE
         largest = sorted(self._all, key=lambda channel: channel.ring_bytes, reverse=True)
-        for kept in (1, 0):
+        for retained in (1, 0):
             for channel in largest:
-                while self.ring_bytes > enough and len(channel.ring) > kept and channel.ring[0] is not newest:
+                while (
+                    self.ring_bytes > enough
+                    and len(channel.ring) > retained
+                    and channel.ring[0] is not newest
+                ):
                     channel.drop_oldest()
 
     def stream_gone(self, name: str) -> None:
@@ -642,23 +642,23 @@ class ChannelTable:
         self.end_stream(name, CLOSE_GONE)
 
     def end_stream(self, name: str, code: int) -> None:
-        """All channels of a stream end: it was deleted, or another has its name."""
+        """Ends all channels of a deleted or replaced stream."""
         for channel in tuple(self._by_name.get(name, ())):
             channel.stop(code)
 
     async def recheck(self, name: str) -> None:
-        """A deletion was told. It may be one of a stream that had the name before: the owner knows."""
+        """Checks at the owner whether a deletion event concerns the followed stream or an earlier one."""
         if name not in self._by_name:
             return
         epoch, code = -1, CLOSE_GOING_AWAY
         try:
-            carried = (channel.carried for channel in self._by_name[name])
-            reply = await self.head(name, self.context.token or next(filter(None, carried), None))
+            tokens = (channel.authorization for channel in self._by_name[name])
+            reply = await self.head(name, self.context.token or next(filter(None, tokens), None))
             epoch = _epoch_of((reply.get(b"stream-next-offset") or b"").decode("latin-1"))
         except UpstreamRefusedError as refused:
             code = CLOSE_GONE if refused.refusal.status in (404, 410) else CLOSE_GOING_AWAY
         except (UpstreamLostError, TailraceError):
-            pass  # whoever comes back is told by the owner
+            pass  # readers reconnect and get the owner's error
         for channel in tuple(self._by_name.get(name, ())):
             if channel.end and _epoch_of(channel.end) != epoch:
                 channel.stop(code)

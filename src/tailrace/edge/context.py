@@ -1,4 +1,4 @@
-"""What every part of an edge works with."""
+"""Shared parts of an edge: settings, upstreams, tasks of requests, errors and Server-Timing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("tailrace.edge")
 
 
 class EdgeContext:
-    """The parts that are put together once, and the tasks that are under way."""
+    """The shared parts of an edge, and the tasks of requests in progress."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class EdgeContext:
         self.clock = clock
         self.edge_id = edge_id
         self.loop = asyncio.get_running_loop()
-        # What the edge does on its own account it does with this, but only where it checks clients itself.
+        # For the edge's own requests, but only if it verifies clients itself.
         self.own_token = token if settings.auth_configured else None
         self._mark = EdgeSignature(settings.edge_signing_key) if settings.edge_signing_key else None
         self._timing = settings.server_timing
@@ -53,7 +53,7 @@ class EdgeContext:
 
     @property
     def token(self) -> bytes | None:
-        """The Authorization of the edge itself. None while it has no good one: a reader's has to do."""
+        """The Authorization of the edge itself; None while it has no valid token."""
         return None if self.own_token is None else self.own_token.usable(self.now_s())
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -63,7 +63,7 @@ class EdgeContext:
         return task
 
     def answer_later(self, exchange: Exchange, work: Coroutine[None, None, None], *, wait: bool) -> None:
-        """Lets `work` answer a request. A wait ends with its client; a write is never given up half-way."""
+        """Runs `work`, which responds to a request. A wait is cancelled with its client, a write never."""
         task = self.spawn(self._guard(exchange, work))
         if wait:
             exchange.on_gone = lambda: _cancel(task)
@@ -76,7 +76,7 @@ class EdgeContext:
         except asyncio.CancelledError:
             raise
         except Exception:
-            logger.exception("a request failed")
+            logger.exception("request failed")
             if exchange.answered:
                 exchange.connection.transport.abort()
             else:
@@ -85,7 +85,7 @@ class EdgeContext:
             exchange.on_gone = None
 
     def refusal(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
-        """A no of the edge itself; the request can be asked about by its id, as on a server."""
+        """An error response of the edge itself, with the request id."""
         self.telemetry.edge_refused.add(error.code)
         status, head, body = error_response(error)
         if exchange is None:
@@ -93,21 +93,23 @@ class EdgeContext:
         exchange.assign_request_id()
         if status >= 500:
             failure_log.log_failure(exchange, error)
-            exchange.on_response = None  # that was its line
+            exchange.on_response = None  # logged above
         if exchange.method in (b"GET", b"HEAD"):
             head += cache_line("BYPASS")
         return status, head, body
 
-    # -- for whom is asked
+    # -- client identity
 
     def mark_of(self, exchange: Exchange, caller: Caller | None) -> bytes:
-        """The header line that tells an owner who is behind a request; none without a key."""
+        """The header line with the client's identity for the owner; empty without a key."""
         if self._mark is None:
             return b""
-        return self._mark_line(exchange.method, whole_target(exchange), caller or Caller.of(exchange))
+        return self._mark_line(
+            exchange.method, whole_target(exchange), caller or Caller.from_exchange(exchange)
+        )
 
     def request_for(self, caller: Caller, upstream: Upstream, target: bytes, *more: bytes) -> bytes:
-        """A read that a client is the reason for, and that others may share."""
+        """An upstream read on behalf of a client, which others may share."""
         mark = self._mark_line(b"GET", target, caller)
         host = upstream.origin.host_header
         more = (mark, request_id_line(caller.request_id), *more)
@@ -123,12 +125,12 @@ class EdgeContext:
     # -- Server-Timing
 
     def note(self, exchange: Exchange, phase: str, seconds: float) -> None:
-        """How long a part of the request took here."""
+        """One Server-Timing metric of the edge."""
         if self._timing:
             add_timing_phase(exchange, phase, seconds)
 
     def note_upstream(self, exchange: Exchange, seconds: float, queued_s: float, theirs: bytes) -> None:
-        """How long the upstream took, its queue apart, and what it says itself."""
+        """Server-Timing of the upstream request: queue, duration, and the owner's own."""
         if self._timing:
             queued_s = min(queued_s, seconds)
             add_timing_phase(exchange, "edge-queue", queued_s)

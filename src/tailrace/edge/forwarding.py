@@ -1,11 +1,4 @@
-"""Requests passed on to upstreams: one to one, as a tunnel, or to all shards.
-
-Upgraded connections that pass the edge byte for byte.
-
-Requests that go upstream as they are, and their answers on the way back.
-
-Upstreams that are servers of their own: what has to be asked of all of them, and what goes to none.
-"""
+"""Requests forwarded to upstreams: one to one, as a tunnel, or to all shards."""
 
 from __future__ import annotations
 
@@ -42,7 +35,7 @@ from tailrace.protocol.query_params import parse_query
 
 
 class ClientTunnelEnd(TunnelEnd):
-    """The client's end: an edge that stops closes it, since its upstream does not know of that."""
+    """The client's end of a tunnel, closed when the edge stops."""
 
     __slots__ = ()
 
@@ -51,7 +44,7 @@ class ClientTunnelEnd(TunnelEnd):
 
 
 def open_tunnel(exchange: Exchange, reply: UpstreamResponse, connection: UpstreamConnection) -> None:
-    """Joins a client and an upstream that has agreed to leave HTTP."""
+    """Connects a client with an upstream after an accepted upgrade."""
     client = exchange.connection
     if exchange.answered or connection.closed:
         connection.abort()
@@ -85,17 +78,17 @@ def _passes(name: bytes) -> bool:
 
 
 READ_METHODS = frozenset((b"GET", b"HEAD"))
-# Answers up to this size go out in one piece.
+# Responses up to this size are sent in one write.
 WHOLE_BYTES_MAX = 64 * 1024
 UNKNOWN_OUTCOME = "append outcome is unknown, check Stream-Next-Offset before retrying"
-# Headers that mean nothing when they come twice; joined into one they would mean something else.
+# Headers that must not be repeated: joined into one they would change their meaning.
 SINGLE_HEADERS = frozenset((b"authorization", b"content-type"))
 
 ReplyObserver = Callable[[UpstreamResponse], None]
 
 
 class Forwarder:
-    """Passes requests on, one upstream request for each."""
+    """Forwards requests, one upstream request for each."""
 
     def __init__(self, context: EdgeContext) -> None:
         self._context = context
@@ -110,7 +103,7 @@ class Forwarder:
         apart: bool = False,
         observe: ReplyObserver | None = None,
     ) -> None:
-        """Answers with what the upstream says; `apart` is for answers that may take long.
+        """Forwards a request and its response; `apart` is for responses that may take long.
 
         `observe` sees the head of the answer before the client does. If it raises, the client gets that.
         """
@@ -125,9 +118,9 @@ class Forwarder:
         try:
             reply, connection = await self._ask(exchange, upstream, lines, apart=apart)
         except BodyLostError:
-            return  # the client knows why, or is gone
+            return  # the client has its error, or is gone
         except UpstreamLostError as lost:
-            upstream.note_failed(context.loop.time())
+            upstream.record_failed(context.loop.time())
             raise upstream_unavailable(lost, exchange.method) from None
         theirs = reply.get(b"server-timing") or b""
         context.note_upstream(exchange, time.monotonic() - begun, reply.queued_s, theirs)
@@ -135,7 +128,7 @@ class Forwarder:
             if observe is not None:
                 observe(reply)
             if (reply.get(b"content-type") or b"").startswith(b"text/event-stream"):
-                upstream.pool.let_go(reply)
+                upstream.pool.release(reply)
             await self.relay(exchange, reply, "BYPASS" if is_read else "")
         finally:
             if connection is not None:
@@ -144,24 +137,24 @@ class Forwarder:
     async def _ask(
         self, exchange: Exchange, upstream: Upstream, lines: bytes, *, apart: bool
     ) -> tuple[UpstreamResponse, UpstreamConnection | None]:
-        """The answer, and the connection if it has one of its own. Writes are sent once, whatever happens."""
+        """The response, and its connection if it is dedicated. Writes are never retried."""
         intake = pending_body(exchange)
         is_head, is_read = exchange.method == b"HEAD", exchange.method in READ_METHODS
         if intake is not None:
             head = request_head(exchange, lines, framing_header(intake))
-            return await upstream.uploads.ask_while_coming(head, intake, head_only=is_head), None
+            return await upstream.uploads.request_streaming(head, intake, head_only=is_head), None
         request = request_bytes(exchange, lines)
         if apart:
-            return await upstream.pool.ask_apart(request)
-        return await upstream.pool.ask(request, head_only=is_head, again=is_read), None
+            return await upstream.pool.request_dedicated(request)
+        return await upstream.pool.request(request, head_only=is_head, again=is_read), None
 
     async def _upgrade(self, exchange: Exchange, upstream: Upstream, caller: Caller | None) -> None:
         mark = self._context.mark_of(exchange, caller)
         lines = request_lines(exchange, self._context.edge_id, mark, upgrade=True)
         try:
-            reply, connection = await upstream.pool.ask_apart(request_bytes(exchange, lines))
+            reply, connection = await upstream.pool.request_dedicated(request_bytes(exchange, lines))
         except UpstreamLostError as lost:
-            upstream.note_failed(self._context.loop.time())
+            upstream.record_failed(self._context.loop.time())
             raise upstream_unavailable(lost, exchange.method) from None
         if reply.status != 101:
             try:
@@ -172,7 +165,7 @@ class Forwarder:
         open_tunnel(exchange, reply, connection)
 
     async def relay(self, exchange: Exchange, reply: UpstreamResponse, cache: str) -> None:
-        """Gives the client an upstream's answer, as fast as it takes it."""
+        """Sends an upstream's response to the client, with back-pressure."""
         head = response_lines(reply.fields, cache_line(cache) if cache else b"")
         length = reply.length
         if exchange.is_head or reply.status in BODILESS_STATUSES:
@@ -207,14 +200,14 @@ class Forwarder:
                 if outlet.unsent_bytes > self._unsent_bytes_max:
                     await drained.wait()
         except UpstreamLostError:
-            # Half an answer: the client must not take it for a whole one.
+            # Incomplete response: abort, so that the client notices.
             exchange.connection.transport.abort()
             return
         outlet.end()
 
 
 class ClientDrain:
-    """Waits until a client has taken what was written to it, or is gone."""
+    """Waits until a client has read what was written, or is gone."""
 
     def __init__(self, outlet: ResponseStream) -> None:
         self._event = asyncio.Event()
@@ -231,14 +224,14 @@ class ClientDrain:
 
 
 def upstream_unavailable(lost: UpstreamLostError, method: bytes) -> TailraceError:
-    """What a client is told when its request did not come through."""
+    """The error for a request whose upstream connection failed."""
     if lost.sent and method not in READ_METHODS:
         return TailraceError("unavailable", UNKNOWN_OUTCOME)
-    return TailraceError("unavailable", "the upstream does not answer")
+    return TailraceError("unavailable", "the upstream is unavailable")
 
 
 def pending_body(exchange: Exchange) -> BodyStream | None:
-    """The body, if it was not all here when the request was."""
+    """The body, if it is still being received."""
     return exchange.body_stream if isinstance(exchange, StreamingExchange) else None
 
 
@@ -246,40 +239,40 @@ def check_single_headers(exchange: Exchange) -> None:
     for name in exchange.repeated or ():
         if name in SINGLE_HEADERS or name.startswith((b"stream-", b"producer-")):
             text = name.decode("latin-1")
-            raise TailraceError("invalid_header", f"{text} is given more than once", header=text)
+            raise TailraceError("invalid_header", f"{text} must not be repeated", header=text)
 
 
-# Listings, and what a row of each is called by.
+# Listings, and the name field of their rows.
 LISTING_PATHS = {b"/v1/streams": "name", b"/v1/databases": "database"}
 BYPASS = cache_line("BYPASS")
 LISTING_BYTES_MAX = 16 * 1024 * 1024
-# What spans all servers and is not put together here.
+# Routes that span all servers and are not merged here.
 UNSHARDED_PATHS = (b"/hub", b"/v1/pipeline", b"/v1/traces")
-# A database lives on one server, with all that belongs to it.
+# A database is on one server, with all its resources.
 DATABASE_PREFIXES = (b"/v1/databases/", b"/replication/v1/databases/")
 WATCH_PREFIXES = (b"/realtime/", b"/replication/")
 DATABASE_STREAMS = ("__changes__", "__collections__", "__sources__")
 
 
 class ShardRouter:
-    """Keeps streams where they live."""
+    """Routing to sharded upstreams."""
 
     def __init__(self, context: EdgeContext) -> None:
         self._context = context
         self._upstreams = context.upstreams
 
     def check(self, exchange: Exchange, target: RequestTarget) -> None:
-        """Refuses what would need more than one server."""
+        """Refuses requests that would need more than one server."""
         if target.name == "__ds" or exchange.path.startswith(UNSHARDED_PATHS):
-            raise TailraceError("not_found", "this is not served by an edge with sharded upstreams")
+            raise TailraceError("not_found", "not available behind an edge with sharded upstreams")
         raw = exchange.headers.get(b"stream-forked-from")
         if exchange.method == b"PUT" and raw is not None:
             source = stream_names.decode_name(raw.removeprefix(b"/v1/stream/"))
-            if source and self._upstreams.of(source) is not self._upstreams.of(target.name):
-                raise TailraceError("invalid_fork", "the source of the fork lives on another server")
+            if source and self._upstreams.for_stream(source) is not self._upstreams.for_stream(target.name):
+                raise TailraceError("invalid_fork", "the source of the fork is on another server")
 
     def place(self, exchange: Exchange, target: RequestTarget) -> str:
-        """The name by which a server is chosen; empty if any of them can answer."""
+        """The name that determines the server; empty if any of them will do."""
         for prefix in DATABASE_PREFIXES:
             if exchange.path.startswith(prefix):
                 return _database_key(
@@ -288,15 +281,13 @@ class ShardRouter:
         if exchange.path.startswith(WATCH_PREFIXES):
             database = parse_qs(exchange.query.decode("latin-1")).get("database", [""])[-1]
             if not database:
-                raise TailraceError(
-                    "invalid_request", "behind this edge the URL names the database: ?database="
-                )
+                raise TailraceError("invalid_request", "the URL must name the database: ?database=")
             return _database_key(database)
         kind, _, rest = target.name.partition("/")
         return _database_key(rest.partition("/")[0]) if kind in DATABASE_STREAMS else target.name
 
     async def list(self, exchange: Exchange) -> None:
-        """One page of the streams, or databases, of all servers, by name. One that fails fails the page."""
+        """One page of the streams, or databases, of all servers, by name. Fails if one server fails."""
         key = LISTING_PATHS[exchange.path]
         lines = request_lines(exchange, self._context.edge_id)
         request = request_bytes(exchange, lines)
@@ -305,7 +296,7 @@ class ShardRouter:
                 *(self._ask(upstream, request) for upstream in self._upstreams.all)
             )
         except UpstreamLostError:
-            raise TailraceError("unavailable", "a server does not answer") from None
+            raise TailraceError("unavailable", "an upstream is unavailable") from None
         except UpstreamRefusedError as refused:
             refusal = refused.refusal
             exchange.respond(refusal.status, response_lines(refusal.fields, BYPASS), refusal.body)
@@ -316,7 +307,7 @@ class ShardRouter:
             row
             for upstream, answer in zip(self._upstreams.all, answers, strict=True)
             for row in orjson.loads(answer.body)
-            if key == "name" or self._upstreams.of(_database_key(row[key])) is upstream
+            if key == "name" or self._upstreams.for_stream(_database_key(row[key])) is upstream
         ]
         rows.sort(key=lambda row: str(row[key]).encode())
         more = len(rows) > limit or any(_has_next(answer) for answer in answers)
@@ -329,7 +320,7 @@ class ShardRouter:
         exchange.respond(200, head, orjson.dumps(page))
 
     async def _ask(self, upstream: Upstream, request: bytes) -> UpstreamAnswer:
-        reply = await upstream.pool.ask(request, again=True)
+        reply = await upstream.pool.request(request, again=True)
         body = await reply.body(LISTING_BYTES_MAX)
         answer = UpstreamAnswer(reply.status, reply.fields, body or b"")
         if reply.status != 200:
@@ -338,7 +329,7 @@ class ShardRouter:
 
 
 def _database_key(database: str) -> str:
-    """Databases are placed like the stream that knows their collections."""
+    """Databases are placed by the stream of their collections."""
     return f"__collections__/{database}"
 
 

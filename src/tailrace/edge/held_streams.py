@@ -1,8 +1,8 @@
-"""Event streams that are requested while their upstream does not answer.
+"""Event streams that are requested while their upstream is unavailable.
 
-A browser's `EventSource` gives up for good when it gets any status but 200; after a 200 that ends it
-reconnects by itself, with the id of the last event that it received. So an event stream that the edge knows
-is answered with 200 and comments until the upstream is back or the hold is over, and then ends.
+A browser's `EventSource` gives up permanently on any status but 200; after a 200 that ends it reconnects with
+the id of the last event. So a known event stream gets 200 and comments until the upstream is back or the hold
+time is over, and then ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tailrace.protocol.query_params import live_mode, parse_query
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS, KEEP_ALIVE
 
 TICK_S = 0.5
-# How long a browser waits before it reconnects, chosen at random for each: they do not all come at once.
+# Reconnect delay of a browser, random, to spread the load.
 RETRY_MS = (1000, 3000)
 KNOWN_MAX = 100_000
 DIGEST_BYTES = 16
@@ -38,7 +38,7 @@ FindUpstream = Callable[[], Upstream]
 
 @dataclass(slots=True)
 class HeldResponse:
-    """One response that waits for its upstream."""
+    """One held response."""
 
     find_upstream: FindUpstream
     until: float  # loop time
@@ -46,39 +46,39 @@ class HeldResponse:
 
 
 class HeldEventStreams:
-    """Which event streams are known, and the responses that wait."""
+    """Known event streams, and held responses."""
 
     def __init__(self, context: EdgeContext, channels: ChannelTable, book: StreamInfoCache) -> None:
         self._context = context
         self._clients = channels.clients
         self._book = book
-        # Forwarded event streams that an upstream has answered with 200, the most recent last.
+        # Forwarded event streams with a 200 response, the most recent last.
         self._answered: OrderedDict[bytes, None] = OrderedDict()
         self._held: dict[ResponseStream, HeldResponse] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def note_answered(self, exchange: Exchange) -> None:
-        """An upstream has answered a forwarded request with an event stream."""
+        """Records an event stream that an upstream has served."""
         digest = _digest(exchange)
         self._answered[digest] = None
         self._answered.move_to_end(digest)
         if len(self._answered) > KNOWN_MAX:
             self._answered.popitem(last=False)
 
-    def knows(self, exchange: Exchange, name: str, caller: Caller) -> bool:
-        """Whether a request is for an event stream that exists, as far as the edge can tell.
+    def is_known(self, exchange: Exchange, name: str, caller: Caller) -> bool:
+        """Whether a request is for an event stream that is known to exist.
 
         A client that sends `Last-Event-ID` has received events before, maybe before this edge was started.
         """
         if exchange.headers.get(b"last-event-id") or _digest(exchange) in self._answered:
             return True
-        return caller.shared and bool(name) and self._book.knows(name)
+        return caller.shared and bool(name) and self._book.contains(name)
 
     def hold(self, exchange: Exchange, find_upstream: FindUpstream) -> None:
-        """Answers with an event stream that has no events."""
+        """Responds with an event stream of comments."""
         context, now = self._context, self._context.loop.time()
         try:
-            find_upstream().doubt()  # only a health check that begins from now on says that it is back
+            find_upstream().mark_suspect()  # only a later health check counts as recovery
         except TailraceError:
             pass  # no upstream is usable
         outlet = exchange.open_stream(200, EVENT_STREAM_HEADERS + cache_line("BYPASS"))
@@ -138,11 +138,11 @@ def _is_back(find_upstream: FindUpstream) -> bool:
         upstream = find_upstream()
     except TailraceError:
         return False
-    return upstream.usable and upstream.doubted_at is None
+    return upstream.usable and upstream.suspect_since is None
 
 
 def _digest(exchange: Exchange) -> bytes:
-    """Of what decides the answer. The query may have a ticket in it: only its digest is kept."""
+    """The key of an event stream. The query may contain a ticket, so only its digest is stored."""
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in (exchange.path, exchange.query, exchange.headers.get(b"authorization", b"")):
         hashed.update(b"%d:%b" % (len(part), part))

@@ -1,12 +1,6 @@
-"""Follows deletions (__registry__) and revocations of every upstream, so that neither is served from the
-edge.
+"""Follows deletions (`__registry__`) and revocations of every upstream, so that the edge serves neither.
 
-Follows the `__registry__` of every upstream, so that what is deleted elsewhere is not served here.
-
-Follows what upstreams have revoked, so that a token that is good no more there is none here.
-
-An edge need not have the file that its server keeps revocations in. It asks for them with its own token, by
-hashes, and asks again every few seconds whether there is anything new.
+Revocations are polled with the token of the edge, as hashes, so an edge does not need the server's keys file.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ import orjson
 
 from tailrace.auth import IdentityStore, RevokedHashes
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.requests import build_request
 from tailrace.edge.upstream_feed import (
@@ -35,13 +30,13 @@ from tailrace.edge.upstreams import ReconnectBackoff, Upstream
 logger = logging.getLogger("tailrace.edge")
 
 REGISTRY_STREAM = "__registry__"
-# After a no: the stream may be forbidden, or not there yet.
+# After an error status: the stream may be forbidden, or not exist yet.
 REFUSED_PAUSE_S = 10.0
 TICK_S = 1.0
 
 
 class RegistryFollower:
-    """Tells of streams that were deleted or made, whoever did it."""
+    """Follows the deletions and creations of all upstreams."""
 
     def __init__(self, context: EdgeContext, on_change: Callable[[str, str], None]) -> None:
         self._context = context
@@ -59,12 +54,12 @@ class RegistryFollower:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def vouches_since(self, moment: float) -> bool:
-        """Whether everything that happened to streams since then is known here."""
+        """Whether all changes of streams since then are known here."""
         return all(followed.caught_up and followed.since <= moment for followed in self._followed)
 
 
 class UpstreamRegistry:
-    """The registry of one upstream, from one socket to the next without a gap."""
+    """Follows the registry of one upstream across reconnects without a gap."""
 
     def __init__(
         self, context: EdgeContext, upstream: Upstream, on_change: Callable[[str, str], None]
@@ -73,7 +68,7 @@ class UpstreamRegistry:
         self._upstream = upstream
         self._on_change = on_change
         self.caught_up = False
-        self.since = float("inf")  # loop time from which on nothing was missed
+        self.since = float("inf")  # loop time since which no event was missed
         self._offset = ""
         self._ended = asyncio.Event()
         self._setbacks = ReconnectBackoff()
@@ -83,16 +78,16 @@ class UpstreamRegistry:
             try:
                 feed = await self._open()
             except UpstreamLostError:
-                self._upstream.note_failed(self._context.loop.time())
+                self._upstream.record_failed(self._context.loop.time())
                 await self._upstream.pause()
                 continue
             except UpstreamRefusedError as refused:
-                self._offset = ""  # where it was is of no use any more
-                logger.debug("the registry is not followed: status %d", refused.refusal.status)
+                self._offset = ""  # starts again at the tail
+                logger.debug("registry feed refused", extra=log_fields(status=refused.refusal.status))
                 await asyncio.sleep(REFUSED_PAUSE_S)
                 continue
             except TailraceError as refusal:  # requests of clients have filled the queue
-                logger.debug("the registry is not followed for now: %s", refusal.message)
+                logger.debug("registry feed unavailable", extra=log_fields(error=refusal.message))
                 self._setbacks.note()
                 await self._setbacks.pause()
                 continue
@@ -126,7 +121,7 @@ class UpstreamRegistry:
         host = self._upstream.origin.host_header
         target = f"/v1/stream/{REGISTRY_STREAM}".encode()
         request = build_request(b"HEAD", target, host, self._context.edge_id, self._context.token)
-        reply = await self._upstream.pool.ask(request, head_only=True, again=True)
+        reply = await self._upstream.pool.request(request, head_only=True, again=True)
         if reply.status != 200:
             raise UpstreamRefusedError(await read_answer(reply))
         return (reply.get(b"stream-next-offset") or b"").decode("latin-1")
@@ -159,9 +154,9 @@ class UpstreamRegistry:
 
 REVOKED_PATH = b"/v1/server/_revoked"
 REVOCATION_POLL_S = 2.0
-# Who was refused asks less often, until it has another token.
+# Slower polling after a refusal, until the token changes.
 REFUSED_POLLS = 5
-# The first look comes before the first client, unless an upstream takes longer than this.
+# The first poll is awaited before serving, up to this time.
 FIRST_POLL_S_MAX = 2.0
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
 
@@ -169,7 +164,7 @@ _decode_marks = msgspec.json.Decoder(RevokedHashes).decode
 
 
 class RevocationFollower:
-    """Asks all upstreams. What one of them has revoked counts for all that is read here."""
+    """Polls all upstreams. A revocation of one applies to all reads here."""
 
     def __init__(self, context: EdgeContext, book: IdentityStore, on_change: Callable[[], None]) -> None:
         self._context = context
@@ -180,11 +175,11 @@ class RevocationFollower:
 
     @property
     def is_followed(self) -> bool:
-        return all(followed.is_told for followed in self._followed)
+        return all(followed.is_known for followed in self._followed)
 
     async def start(self) -> None:
         loop = self._context.loop
-        first = [loop.create_task(self._look(followed)) for followed in self._followed]
+        first = [loop.create_task(self._poll(followed)) for followed in self._followed]
         await asyncio.wait(first, timeout=FIRST_POLL_S_MAX)
         self._tasks = [loop.create_task(self._watch(followed)) for followed in self._followed]
 
@@ -197,13 +192,13 @@ class RevocationFollower:
         while True:
             await asyncio.sleep(REVOCATION_POLL_S)
             if followed.may_look():
-                await self._look(followed)
+                await self._poll(followed)
 
-    async def _look(self, followed: UpstreamRevocations) -> None:
+    async def _poll(self, followed: UpstreamRevocations) -> None:
         try:
             changed = await followed.look()
         except (UpstreamLostError, TailraceError):
-            followed.is_told = False  # what is known stays in force
+            followed.is_known = False  # keeps the last loaded revocations
             return
         if changed:
             self._on_change()
@@ -220,7 +215,7 @@ class UpstreamRevocations:
         self._warned = False
         self._asked_with: bytes | None = None
         self._looks_left_out = 0
-        self.is_told = False
+        self.is_known = False
 
     def may_look(self) -> bool:
         own = self._context.own_token
@@ -230,41 +225,39 @@ class UpstreamRevocations:
         return self._looks_left_out == 0
 
     async def look(self) -> bool:
-        """True if something is revoked, or is no more."""
+        """True if the revocations changed."""
         context, own = self._context, self._context.own_token
         known = b"if-none-match: %b\r\n" % self._tag if self._tag else b""
         bearer = self._asked_with = None if own is None else own.value
         host = self._upstream.origin.host_header
-        reply = await self._upstream.pool.ask(
+        reply = await self._upstream.pool.request(
             build_request(b"GET", REVOKED_PATH, host, context.edge_id, bearer, known), again=True
         )
         body = await reply.body(ANSWER_BYTES_MAX)
         if own is not None:
             own.note_answer(self._upstream.id, reply.status)
         if reply.status == 304:
-            self.is_told, self._warned = True, False
+            self.is_known, self._warned = True, False
             return False
         if reply.status != 200 or body is None:
-            self._tell_once(reply.status)
+            self._warn_once(reply.status)
             return False
         try:
             marks = _decode_marks(body)
         except msgspec.DecodeError:
-            self._tell_once(reply.status)
+            self._warn_once(reply.status)
             return False
         self._tag = reply.get(b"etag") or b""
-        self.is_told, self._warned = True, False
+        self.is_known, self._warned = True, False
         return self._book.set_followed(self._upstream.id, marks)
 
-    def _tell_once(self, status: int) -> None:
-        self.is_told = False
+    def _warn_once(self, status: int) -> None:
+        self.is_known = False
         warned, self._warned = self._warned, True
         if warned or self._context.settings.auth_keys_file:
-            return  # the file says the same, if it is the server's
+            return  # revocations come from the file
         logger.warning(
-            "what upstream %s revokes is not known to this edge (status %d): kept slices and shared sockets "
-            "stay open to a revoked token until it expires. Give the edge a token of scope read without a "
-            "streams claim (--token-file), or the file that its server has (--auth-keys-file)",
-            self._upstream.id,
-            status,
+            "cannot read revocations, revoked tokens stay valid here until they expire: set --token-file "
+            "(scope read, no streams claim) or --auth-keys-file",
+            extra=log_fields(upstream=self._upstream.id, status=status),
         )

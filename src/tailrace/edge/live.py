@@ -1,12 +1,7 @@
 """Live readers of an edge: from slices to the ring of a channel, with keep-alive and rotation.
 
-One live reader: where it is, what it is given next, and how it gets from slices to a channel.
-
-A reader keeps the offset of the last thing it was given. What follows is handed over only if it begins there,
-or earlier with nothing for this reader in between, be it a slice or a batch of a ring; this one rule is why
-nothing is missed and nothing comes twice.
-
-Live readers of an edge: they read slices until they meet the ring of a channel, and go on from there.
+A reader stores the offset of the last entry it was sent. A slice or batch is sent only if it starts there, or
+earlier with nothing for this reader in between: so no entry is lost or duplicated.
 """
 
 from __future__ import annotations
@@ -41,24 +36,24 @@ from tailrace.protocol.http_headers import header_line, is_text
 from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
 
-# How often a reader between two boundaries reads on before it gets a socket of its own.
+# Reads of a reader inside a batch before it gets a private socket.
 ROUNDS_MAX = 3
-# How long a channel that lags has to arrive where a reader is.
+# Time for a lagging channel to reach a reader's offset.
 LAG_S_MAX = 1.0
 RETRY_S = 0.25
 
 
 class ContentTypeChangedError(TailraceError):
-    """What follows travels in another encoding than what the client was promised."""
+    """The content type changed, so the encoding of the response is no longer right."""
 
     def __init__(self) -> None:
-        super().__init__("unavailable", "the type of the stream has changed")
+        super().__init__("unavailable", "the content type of the stream has changed")
 
 
 class LiveReader:
-    """One SSE or WebSocket client, from its offset to the tail and on."""
+    """One SSE or WebSocket client, from its offset to the tail and live."""
 
-    # There are tens of thousands of them.
+    # Slots: there are tens of thousands of readers.
     __slots__ = (
         "_bare_from",
         "_behind",
@@ -92,7 +87,7 @@ class LiveReader:
     ) -> None:
         self._live = live
         self._context = live.context
-        self.channel = channel  # the one it is attached to, or is on its way to
+        self.channel = channel  # the one it is attached to, or catching up with
         self._shared = channel
         self.caller = caller
         self.authorization = caller.authorization
@@ -100,14 +95,14 @@ class LiveReader:
         self.mode = reading.mode
         self.wire: LiveTransport | None = None
         self.last = offset
-        # Nothing for this reader lies between here and `last`: it is given what begins here just as well.
+        # Nothing for this reader lies between here and `last`: a batch that starts here fits too.
         self._bare_from = offset
         self._number = -1  # of the next batch, while attached
         self._text = channel.text
         cursor = reading.cursor or ""
         self._floor = int(cursor) if cursor.isascii() and cursor.isdigit() and len(cursor) <= 18 else -1
-        self._said_up_to_date = False  # the last control that was sent did
-        self._behind = False  # the client does not take what it is sent
+        self._said_up_to_date = False  # of the last control sent
+        self._behind = False  # the client is too slow
         self._joining = True
         self._drained: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -116,16 +111,16 @@ class LiveReader:
         self.rotate_at: float | None = None
         self._silent_since = live.now
         self._path = "ring"
-        self._rounds = 0  # reads in a row from inside a batch of the ring
+        self._rounds = 0  # consecutive reads from inside a batch of the ring
 
-    # -- getting there
+    # -- catching up
 
     async def prepare(self) -> FeedBatch | None:
-        """The first thing to send, or None if that comes from the ring. What is refused, is refused here."""
+        """The first slice to send, or None if the ring continues. Errors are raised before the response."""
         return await self._next_slice()
 
     def begin(self, first: FeedBatch | None) -> None:
-        """The client is connected: from here on it is sent events."""
+        """The response has started: events are sent from here on."""
         if self.ended:
             return
         if first is None:
@@ -134,7 +129,7 @@ class LiveReader:
             self._task = self._context.spawn(self._join(first))
 
     async def _next_slice(self) -> FeedBatch | None:
-        """What follows `last`, read from upstream or the cache; None once a channel goes on from there."""
+        """The slice after `last`; None once a channel continues from there."""
         while True:
             channel = await self._living_channel()
             if self._number_in(channel) is not None:
@@ -157,8 +152,8 @@ class LiveReader:
                 self._path = "slices" if self._path == "ring" else self._path
                 return batch
             if batch.next == self.last:
-                self._rounds += 1  # more was seen than is there to be read
-            self.last = batch.next  # nothing in it for this reader
+                self._rounds += 1  # the channel is ahead of the slice
+            self.last = batch.next  # empty for this reader
 
     async def _living_channel(self) -> Channel:
         if self._shared.over:
@@ -169,14 +164,14 @@ class LiveReader:
         return self._shared
 
     def _number_in(self, channel: Channel) -> int | None:
-        """Where a channel goes on for this reader; None if it does not."""
+        """The batch number at which a channel continues for this reader, if any."""
         number = channel.number_at(self.last)
         if number is None and self._bare_from <= channel.end < self.last:
             return channel.following
         return number
 
     async def _is_bare_since(self, channel: Channel) -> bool:
-        """Whether the owner has nothing for this reader between the end of a channel and `last`.
+        """Whether the owner has nothing for this reader between a channel's end and `last`.
 
         It tells a socket with a key of entries with other keys only now and then, so that on a busy stream
         the channel is behind everybody who comes by slices, and stays there until its key is written.
@@ -193,7 +188,7 @@ class LiveReader:
         return True
 
     async def _read(self, offset: str, known: str) -> Slice:
-        """What follows an offset; an answer of a moment ago must not deny what is known to follow."""
+        """The slice after an offset, not older than what is known to follow."""
         self.asked_upstream = True
         key = self._shared.key
         reading = SharedRead.plain(key.name, offset, key.fmt, key.key)
@@ -212,7 +207,7 @@ class LiveReader:
         return batch
 
     async def _join(self, batch: FeedBatch | None) -> None:
-        """Sends slices until the ring goes on, as fast as the client takes them."""
+        """Sends slices until the ring continues, with back-pressure."""
         while not self.ended:
             if batch is not None:
                 self._send_slice(batch)
@@ -230,7 +225,7 @@ class LiveReader:
                 return
 
     async def _next_in_time(self) -> FeedBatch | None:
-        """The next slice. While the upstream is lost it is tried again, as long as readers are kept."""
+        """The next slice, retried during the hold time while the upstream is lost."""
         async with asyncio.timeout(self._context.limits.edge_hold_ms / 1000):
             while True:
                 try:
@@ -241,7 +236,7 @@ class LiveReader:
                 await asyncio.sleep(RETRY_S)
 
     def _send_slice(self, batch: FeedBatch) -> None:
-        """Up to date is only who has all that this edge has received."""
+        """Up to date means: has everything that this edge has received."""
         assert self.wire is not None
         assert batch.start == self.last
         up_to_date = batch.up_to_date and batch.next >= self._shared.end
@@ -257,15 +252,15 @@ class LiveReader:
             await self._drained.wait()
 
     async def _go_private(self) -> None:
-        """A socket of its own, from exactly here; it is left at the first boundary that the ring knows."""
+        """A private socket from this offset, until the first batch boundary in the shared ring."""
         self._path = "private"
         channels = self._live.channels
         self.channel = await channels.open_private(self._shared.key, self.authorization, self.last)
 
-    # -- being there
+    # -- live
 
     def _attach(self) -> None:
-        """Atomic with respect to the arrival of batches: nothing waits between looking and attaching."""
+        """Atomic with respect to batches: no await between the check and attaching."""
         if self.ended:
             return
         number = self._number_in(self.channel)
@@ -283,7 +278,7 @@ class LiveReader:
         self.on_batches()
 
     def _rejoin(self) -> None:
-        """Back to reading slices, from the last thing that was given."""
+        """Back to reading slices, from the last offset sent."""
         self._leave()
         self._joining = True
         self.channel = self._shared
@@ -295,7 +290,7 @@ class LiveReader:
             return
         is_exact = self._bare_from is self.last
         if self._number == channel.step_from and is_exact and not channel.closed and channel is self._shared:
-            # Somebody at the same place was just served: the same bytes will do.
+            # Another reader at this offset was just served: reuse the bytes.
             piece = channel.step.get(wire.form)
             if piece is not None and piece.cursor > self._floor:
                 if wire.offer(piece.data, self._live.unsent_bytes_max):
@@ -306,7 +301,7 @@ class LiveReader:
                 self._rejoin()
                 return
             if channel.batch(self._number).next <= self.last:
-                self._number += 1  # only moves on, to where this reader is already
+                self._number += 1  # empty batch up to this reader's offset
                 continue
             if wire.unsent_bytes > self._live.unsent_bytes_max:
                 self._note_behind()
@@ -329,7 +324,7 @@ class LiveReader:
         batch = channel.batch(self._number)
         assert self._bare_from <= batch.start <= self.last < batch.next
         if batch.cursor_number > self._floor:
-            piece = channel.piece_from(self._number, wire.form)
+            piece = channel.encoded_from(self._number, wire.form)
         else:
             data = channel.encoded(self._number, wire.form, self._cursor(batch.cursor))
             piece = EncodedBatches(data, self._number + 1, batch.next, -1, channel.ends_at(self._number))
@@ -347,7 +342,7 @@ class LiveReader:
         live.fanout_bytes[self.mode] += len(piece.data)
 
     def _moved_over(self) -> bool:
-        """Leaves a private socket as soon as the shared channel knows the place."""
+        """Leaves a private socket as soon as the shared channel has the boundary."""
         private, shared = self.channel, self._shared
         if private is shared or shared.over or self._number_in(shared) is None:
             return False
@@ -360,7 +355,7 @@ class LiveReader:
     # -- sending
 
     def _cursor(self, channels_own: str) -> str:
-        """The channel's cursor, or a greater one than this reader has already seen."""
+        """The channel's cursor, or one greater than this reader has seen."""
         if channels_own and int(channels_own) > self._floor:
             return channels_own
         cursor = next_cursor(str(self._floor) if self._floor >= 0 else None, self._context.now_s())
@@ -398,7 +393,7 @@ class LiveReader:
             self._silent_since = now
             wire.keep_alive()
         if not self.ended and not self._joining:
-            # A batch may reach the shared channel later than the private one, and nothing may follow it.
+            # A batch may reach the shared channel later than the private one.
             self._moved_over()
 
     @property
@@ -406,7 +401,7 @@ class LiveReader:
         return not self._joining and self._number == self.channel.following
 
     def rotate(self) -> None:
-        """Sent away with where it is; the client comes back."""
+        """Ends the connection after a control with the offset; the client reconnects."""
         if not self.ended:
             if self._at_end and self.mode == "sse":
                 self._send_control(up_to_date=self.channel.up_to_date, closed=False)
@@ -416,14 +411,14 @@ class LiveReader:
         self.finish(code)
 
     def finish(self, code: int) -> None:
-        """Ends the connection; the code is what a WebSocket client gets to see."""
+        """Ends the connection; `code` is the WebSocket close code."""
         if not self.ended:
             self.gone()
             if self.wire is not None:
                 self.wire.end(code)
 
     def gone(self) -> None:
-        """The client left, or is being left: no trace remains."""
+        """Releases everything of this reader."""
         if self.ended:
             return
         self.ended = True
@@ -441,7 +436,7 @@ class LiveReader:
 
 
 def _is_transient_failure(error: Exception) -> bool:
-    """Whether a failure is one of an upstream that is lost, or cannot answer for now."""
+    """Whether the upstream is lost or temporarily unavailable."""
     if isinstance(error, UpstreamRefusedError):
         return is_transient(error.refusal.status)
     if isinstance(error, TailraceError):
@@ -450,7 +445,7 @@ def _is_transient_failure(error: Exception) -> bool:
 
 
 def _close_code(error: Exception) -> int:
-    """What a WebSocket client gets to see of a failure."""
+    """The WebSocket close code of a failure."""
     if isinstance(error, UpstreamRefusedError):
         return CLOSE_GONE if error.refusal.status in (404, 410) else CLOSE_GOING_AWAY
     if isinstance(error, TailraceError):
@@ -459,14 +454,14 @@ def _close_code(error: Exception) -> int:
 
 
 TICK_S = 1.0
-# At shutdown readers are sent away at this rate, so that they do not all come back in one moment; faster only
-# if they are so many that it would take longer than this.
+# Readers disconnected per second at shutdown, to spread their reconnects; faster only if it would take
+# longer than this.
 CLOSED_PER_S = 2000
 CLOSE_S_MAX = 5.0
 
 
 class EdgeLiveReaders:
-    """All live readers: how they come in, and the one timer for keep-alives and rotation."""
+    """All live readers: admission, and one timer for keep-alives and rotation."""
 
     def __init__(
         self, context: EdgeContext, gate: Authenticator, channels: ChannelTable, slices: SliceReader
@@ -484,7 +479,7 @@ class EdgeLiveReaders:
         self._timer: asyncio.TimerHandle | None = None
 
     async def follow(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> bool:
-        """Makes a live reader of a request. False if the owner has to decide: nothing was answered then."""
+        """Opens a live reader. False, without a response, if the owner has to decide."""
         if reading.mode == "ws" and not exchange.wants_websocket():
             return False
         outcome = "HIT"
@@ -500,7 +495,7 @@ class EdgeLiveReaders:
         except UpstreamRefusedError:
             return False
         except UpstreamLostError:
-            raise TailraceError("unavailable", "the upstream does not answer") from None
+            raise TailraceError("unavailable", "the upstream is unavailable") from None
         if not known or reader.asked_upstream:
             outcome = "MISS"
         self._open_wire(exchange, reader, reading.start_line + cache_line(outcome))
@@ -509,7 +504,7 @@ class EdgeLiveReaders:
         return True
 
     async def _tail(self, name: str, caller: Caller) -> str:
-        """Where a stream ends, asked now: what this edge has seen so far may be old."""
+        """The tail of a stream, from its owner."""
         reply = await self.channels.head(name, self.context.token or caller.authorization)
         return (reply.get(b"stream-next-offset") or b"").decode("latin-1")
 
@@ -556,13 +551,13 @@ class EdgeLiveReaders:
             self.channels.clients[reader.mode] -= 1
 
     def recheck(self) -> None:
-        """Keys or revocations have changed: whoever has lost their right is sent away."""
+        """Keys or revocations changed: ends readers with revoked tokens."""
         for reader in tuple(self.readers):
-            if not self._gate.stands(reader.caller):
+            if not self._gate.is_valid(reader.caller):
                 reader.finish(CLOSE_NOT_ALLOWED)
 
     def end_all(self) -> None:
-        """Shutdown: everybody is sent away and comes back elsewhere, not all at once."""
+        """Shutdown: ends all readers, spread over time, so that they reconnect elsewhere."""
         pace_s = close_interval_s(len(self.readers))
         for index, reader in enumerate(tuple(self.readers)):
             delay_s = index * pace_s
@@ -581,5 +576,5 @@ class EdgeLiveReaders:
 
 
 def close_interval_s(readers: int) -> float:
-    """The time between two of so many readers that are sent away."""
+    """The interval between two disconnects."""
     return min(1 / CLOSED_PER_S, CLOSE_S_MAX / max(1, readers))

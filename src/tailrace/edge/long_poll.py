@@ -1,7 +1,6 @@
-"""Long-polls: an edge waits for them at the channel, and asks the owner once for all who wait at one place.
+"""Long-polls: readers wait at a channel, and one upstream request serves all that wait at one offset.
 
-The answer is the owner's own, so its bytes, its tag and how long it may be kept are what they would be
-without an edge; only the cursor is each reader's own.
+The response is the owner's: body, ETag and cache lifetime are as without an edge; only the cursor differs.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from tailrace.protocol.http_headers import NO_STORE, header_line
 from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.query_params import wait_limit_lines, wait_ms
 
-# How a read from now is asked for: nobody keeps its answer.
+# Reads at the tail: the response is not cached.
 FROM_NOW = "true"
 
 
 class UpstreamPoll(NamedTuple):
-    """A question to the owner that is under way, and what was known when it was sent."""
+    """An upstream request in progress, and the state of the stream when it was sent."""
 
     task: asyncio.Task[UpstreamAnswer]
     writes: int
 
 
 class LongPolls:
-    """Readers that wait for the next batch and are answered once."""
+    """Readers that wait for the next batch and get one response."""
 
     def __init__(
         self, context: EdgeContext, gate: Authenticator, channels: ChannelTable, book: StreamInfoCache
@@ -56,7 +55,7 @@ class LongPolls:
         self._stopping = False
 
     async def answer(self, exchange: Exchange, reading: SharedRead, caller: Caller) -> bool:
-        """Answers now or later. False if the owner has to decide: nothing was answered then."""
+        """Responds now or later. False, without a response, if the owner has to decide."""
         limits = self._context.limits
         patience_ms = wait_ms(reading.query, limits.long_poll_default_ms, limits.long_poll_max_ms)
         until = exchange.started + patience_ms / 1000
@@ -66,7 +65,7 @@ class LongPolls:
         except UpstreamRefusedError:
             return False
         except UpstreamLostError:
-            raise TailraceError("unavailable", "the upstream does not answer") from None
+            raise TailraceError("unavailable", "the upstream is unavailable") from None
         finally:
             self._channels.clients["long-poll"] -= 1
 
@@ -111,22 +110,22 @@ class LongPolls:
             del self._bells[bell]
 
     def recheck(self) -> None:
-        """Keys or revocations have changed: whoever has lost their right waits no longer."""
+        """Keys or revocations changed: ends waits with revoked tokens."""
         for bell, caller in tuple(self._bells.items()):
-            if not self._gate.stands(caller):
+            if not self._gate.is_valid(caller):
                 bell.on_batches()
 
     def end_all(self) -> None:
-        """Shutdown: whoever waits is answered as if the time were up."""
+        """Shutdown: responds to all waits as after a timeout."""
         self._stopping = True
         for bell in tuple(self._bells):
             bell.on_batches()
 
-    # -- asking the owner
+    # -- upstream requests
 
     async def _ask(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
-        """What the owner answers right now; all who ask the same at once ask together."""
-        facts = self._book.of(reading.name)
+        """The owner's response; equal concurrent reads share one request."""
+        facts = self._book.get(reading.name)
         key = (reading.name, reading.offset, reading.fmt, reading.key, reading.raw_live)
         asked = self._asked.get(key)
         if asked is not None and asked.writes == facts.writes:
@@ -150,21 +149,21 @@ class LongPolls:
 
     async def _fetch(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
         context = self._context
-        upstream = context.upstreams.of(reading.name)
+        upstream = context.upstreams.for_stream(reading.name)
         parameters = {**reading.parameters, "live": reading.raw_live, "timeout_ms": "0"}
         request = context.request_for(caller, upstream, build_stream_target(reading.name, parameters))
         sent_at = context.loop.time()
-        reply = await upstream.pool.ask(request, again=True)
+        reply = await upstream.pool.request(request, again=True)
         body = await reply.body(context.limits.edge_frame_bytes)
         self._book.note_reply(reading.name, reply, sent_at)
         if body is None:
-            raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
+            raise TailraceError("unavailable", "the upstream response is too large for this edge")
         answer = UpstreamAnswer(reply.status, reply.fields, body)
         if reply.status >= 400:
             raise UpstreamRefusedError(answer)
         return answer
 
-    # -- answering
+    # -- responses
 
     def _pass_on(self, exchange: Exchange, reading: SharedRead, answer: UpstreamAnswer, outcome: str) -> None:
         dropped = (b"stream-cursor", b"etag") if reading.query.get("offset") == "now" else (b"stream-cursor",)
@@ -175,7 +174,7 @@ class LongPolls:
         exchange.respond(answer.status, head, answer.body)
 
     def _idle(self, exchange: Exchange, reading: SharedRead, channel: Channel, outcome: str) -> None:
-        """The time is up. Up to date is only who has all there is, as far as that is known."""
+        """Timeout. Up to date means: has everything that is known here."""
         head = header_line("Stream-Next-Offset", reading.offset) + NO_STORE + self._cursor(reading)
         head += reading.start_line
         head += header_line("Stream-End-Offset", max(channel.end, reading.offset))

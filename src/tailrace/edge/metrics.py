@@ -1,4 +1,4 @@
-"""The metrics of an edge: a table of its own, since an edge has no log and a server no clients of others."""
+"""The metrics of an edge."""
 
 from __future__ import annotations
 

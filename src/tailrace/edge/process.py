@@ -1,4 +1,4 @@
-"""Puts an edge together, runs it until it is told to stop, and takes it apart again."""
+"""The edge process: builds all parts, runs until a signal, and shuts down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tailrace.auth import check_listen_address
 from tailrace.common import file_descriptors, private_files, process
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
-from tailrace.common.logging_setup import configure_logging
+from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.common.settings import Settings, SettingsError
 from tailrace.common.settings_loading import unknown_variable_warnings
 from tailrace.edge.app import EdgeApp, EdgeMetricsApp
@@ -46,19 +46,19 @@ from tailrace.http.tls import Certificate
 logger = logging.getLogger("tailrace.edge")
 
 MODES = ("long-poll", "sse", "ws", "held")
-# How often keys and revocations are looked at again.
+# Interval of checks for changed keys and revocations.
 IDENTITIES_S = 1.0
 
 
 def run(settings: Settings) -> int:
-    """`tailrace edge`: the exit code of an edge's whole life."""
+    """Runs `tailrace edge`; returns its exit code."""
     settings = listen_settings(settings)
     check_listen_address(settings)
     private_files.restrict_umask()
     configure_logging(settings.log_level, settings.log_format)
     request_log.configure_request_log(settings.log_requests)
-    for told in unknown_variable_warnings(os.environ):
-        logger.warning(told)
+    for warning in unknown_variable_warnings(os.environ):
+        logger.warning(warning)
     process.set_time_slice(settings.processor_turn_us)
     settings = msgspec.structs.replace(settings, limits=file_descriptors.fit_edge_limits(settings.limits))
     gc.freeze()
@@ -87,7 +87,7 @@ async def serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     edge = EdgeServer(settings)
-    loop.add_signal_handler(signal.SIGHUP, edge.hang_up)
+    loop.add_signal_handler(signal.SIGHUP, edge.reload)
     try:
         await edge.start()
         sys.stdout.write(f"tailrace ready  {edge.url}\nupstream        {settings.edge_upstream}\n")
@@ -153,7 +153,7 @@ class EdgeServer:
         await self.upstreams.start()
         self.registry.start()
         if self.revoked is not None:
-            self._look_at_token()
+            self._reload_token()
             await self.revoked.start()
             self.context.spawn(self._watch_identities())
         self._http = http = StreamingServer(self.app, settings.limits, on_drain=self.app.end_live)
@@ -175,19 +175,21 @@ class EdgeServer:
             reason = error.strerror or error
             raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
 
-    def hang_up(self) -> None:
-        """SIGHUP: files that may have changed are read again, and keys are looked for now."""
+    def reload(self) -> None:
+        """SIGHUP: reloads keys, token and certificate."""
         self.gate.reload()
-        self._look_at_token()
+        self._reload_token()
         self._recheck()
         if self._certificate is not None:
             try:
                 self._certificate.reload()
             except TailraceError as error:
-                logger.error("%s; the old one stays in use", error)
+                logger.error(
+                    "certificate reload failed, keeping the last one", extra=log_fields(error=str(error))
+                )
 
     async def stop(self) -> None:
-        """Sends the clients away, then lets go of the upstreams."""
+        """Disconnects clients, then closes the upstreams."""
         self.app.own.stopping = True
         if self._http is not None:
             await self._http.drain()
@@ -204,12 +206,12 @@ class EdgeServer:
             await self.disk.close()
         self.gate.close()
 
-    # -- what one part has to tell the others
+    # -- events between parts
 
     async def _watch_identities(self) -> None:
         while True:
             await asyncio.sleep(IDENTITIES_S)
-            self._look_at_token()
+            self._reload_token()
             self._recheck()
 
     def _recheck(self) -> None:
@@ -217,11 +219,11 @@ class EdgeServer:
             self.live.recheck()
             self.long_polls.recheck()
 
-    def _look_at_token(self) -> None:
+    def _reload_token(self) -> None:
         token = self.context.own_token
         if token is not None:
             token.refresh()
-            self.gate.look_at(token)
+            self.gate.read_expiry(token)
 
     def _on_drop(self, name: str, reason: str) -> None:
         self.memory.drop(name)
@@ -229,8 +231,8 @@ class EdgeServer:
             self.telemetry.edge_cache_invalidations.add(reason)
 
     def _on_other_server(self) -> None:
-        """An upstream is another server now: streams of the same names are other streams."""
-        logger.warning("an upstream is another server than before: nothing that was kept of it is given")
+        """An upstream was replaced by another server, whose streams of the same names differ."""
+        logger.warning("upstream was replaced by another server, dropping cached streams")
         for name in self.book.drop_all("deployment"):
             self.channels.end_stream(name, CLOSE_GOING_AWAY)
 

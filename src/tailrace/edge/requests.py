@@ -1,9 +1,4 @@
-"""What a request asks for, and which headers pass the edge in both directions.
-
-What a request asks for, as far as the edge has to know it.
-
-Which headers pass the edge, in both directions.
-"""
+"""Parsing of requests at the edge, and the headers that are forwarded in both directions."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ CONTROL_PREFIX = b"/v1/stream/__ds"
 
 
 class RequestTarget(NamedTuple):
-    """What a path names. Only ordinary streams are cached and shared; all else is forwarded as it is."""
+    """The resource of a path. Only ordinary streams are cached and shared; all else is forwarded."""
 
     kind: str  # stream, reserved, resource, server or other
     name: str = ""
@@ -51,7 +46,7 @@ def parse_target(path: bytes, name_bytes_max: int) -> RequestTarget:
 
 
 def owning_stream(path: str) -> str:
-    """The stream that a sub-resource belongs to."""
+    """The stream of a sub-resource."""
     segments = path.split("/")
     for index in range(1, len(segments)):
         if (
@@ -63,7 +58,7 @@ def owning_stream(path: str) -> str:
 
 
 class SharedRead(NamedTuple):
-    """A read that the edge may answer itself. Parameters that do not change its bytes are left out."""
+    """A read that the edge may serve. Parameters that do not change its bytes are left out."""
 
     name: str
     offset: str  # 26 digits, -1 or now
@@ -74,21 +69,21 @@ class SharedRead(NamedTuple):
     raw_live: str
     cursor: str | None
     query: dict[str, str]
-    start_line: bytes = b""  # the header that tells which of several given starts was used
+    start_line: bytes = b""  # response header with the start that was used
 
     @property
     def parameters(self) -> dict[str, str]:
-        """What is asked of the upstream, in one order and one spelling."""
+        """The normalised target of the upstream request."""
         return _parameters(self.offset, self.fmt, self.key, self.filter_text)
 
     @classmethod
     def plain(cls, name: str, offset: str, fmt: str, key: str) -> SharedRead:
-        """The read of what follows an offset."""
+        """The same read from another offset."""
         return cls(name, offset, fmt, key, "", "", "", None, {})
 
 
 def parse_read(target: RequestTarget, raw_query: bytes, headers: Mapping[bytes, bytes]) -> SharedRead | None:
-    """A GET on a stream as a read that can be shared; None if it has to be forwarded.
+    """A GET on a stream as a shareable read; None if it must be forwarded.
 
     Raises for what every server refuses: repeated parameters, malformed offsets.
     """
@@ -125,12 +120,12 @@ def _parameters(offset: str, fmt: str, key: str, filter_text: str) -> dict[str, 
 
 
 def build_stream_target(name: str, parameters: dict[str, str]) -> bytes:
-    """Path and query of a stream, as the edge asks for it."""
+    """Path and query of an upstream read."""
     query = f"?{urlencode(parameters, quote_via=quote)}" if parameters else ""
     return f"/v1/stream/{quote(name, safe='/')}{query}".encode()
 
 
-# They belong to one connection, not to the message.
+# Hop-by-hop headers.
 HOP_BY_HOP = frozenset(
     (
         b"connection",
@@ -144,7 +139,7 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-# Written by the edge itself; what a client says about them is not believed.
+# Set by the edge; values of clients are dropped.
 REQUEST_REPLACED = frozenset(
     (
         b"content-length",
@@ -160,7 +155,7 @@ REQUEST_REPLACED = frozenset(
         b"x-request-id",
     )
 )
-# Of an answer: net and the edge write their own.
+# Of a response: the HTTP server and the edge set their own.
 RESPONSE_REPLACED = frozenset(
     (
         b"content-length",
@@ -177,7 +172,7 @@ EXPOSED = http_headers.expose_headers_line(http_headers.RESPONSE_HEADERS).partit
 
 
 def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgrade: bool = False) -> bytes:
-    """The header lines with which a client's request goes on. `mark` is the line that vouches for it."""
+    """The header lines of a forwarded request. `mark` is the line with the client's identity."""
     named = _connection_headers(exchange.headers.get(b"connection", b""))
     lines: list[bytes] = []
     for name, value in exchange.headers.items():
@@ -196,12 +191,12 @@ def request_lines(exchange: Exchange, edge_id: bytes, mark: bytes = b"", *, upgr
 
 
 def whole_target(exchange: Exchange) -> bytes:
-    """Path and query, as they came."""
+    """Path and query, unchanged."""
     return exchange.path + (b"?" + exchange.query if exchange.query else b"")
 
 
 def request_bytes(exchange: Exchange, lines: bytes) -> bytes:
-    """A client's request as it goes upstream."""
+    """The forwarded request."""
     length = b""
     if exchange.body or exchange.method in (b"POST", b"PUT", b"PATCH"):
         length = b"content-length: %d\r\n" % len(exchange.body)
@@ -209,7 +204,7 @@ def request_bytes(exchange: Exchange, lines: bytes) -> bytes:
 
 
 def request_head(exchange: Exchange, lines: bytes, framing: bytes) -> bytes:
-    """The same without its body, which may still be coming."""
+    """The forwarded request without its body."""
     return b"%b %b HTTP/1.1\r\n%b%b\r\n" % (exchange.method, whole_target(exchange), lines, framing)
 
 
@@ -220,7 +215,7 @@ def framing_header(intake: BodyStream) -> bytes:
 
 
 def response_lines(fields: Iterable[tuple[bytes, bytes]], *more: bytes) -> bytes:
-    """The header lines with which an upstream's answer goes on, without those that every answer has here."""
+    """The forwarded header lines of an upstream response."""
     lines: list[bytes] = []
     for name, value in fields:
         lower = name.lower()
@@ -235,7 +230,7 @@ def response_lines(fields: Iterable[tuple[bytes, bytes]], *more: bytes) -> bytes
 
 
 def without_request_id(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The fields of an answer that is for several: the id of the request that brought it is one client's."""
+    """The fields of a shared response, without the request id of one client."""
     return [field for field in fields if field[0].lower() != b"x-request-id" and field[1] != b"X-Request-Id"]
 
 
@@ -244,12 +239,12 @@ def cache_line(outcome: str) -> bytes:
 
 
 def via_line(edge_id: bytes, seen: bytes = b"") -> bytes:
-    """The way that a request has come, with this edge behind those that it came through."""
+    """The Via header line, with this edge appended."""
     return b"via: %b1.1 tailrace-edge-%b\r\n" % (seen + b", " if seen else b"", edge_id)
 
 
 def request_id_line(request_id: bytes) -> bytes:
-    """The name of a request, so that it is found by it in the log of the owner, too."""
+    """The request id header line, so that the owner logs the same id."""
     return b"x-request-id: %b\r\n" % request_id if request_id else b""
 
 
@@ -262,7 +257,7 @@ def build_request(
     *more: bytes,
     via: bytes = b"",
 ) -> bytes:
-    """A request that the edge makes on its own account; `via` is how the client came who is the reason."""
+    """A request of the edge itself; `via` is the Via header of the client's request."""
     bearer = b"authorization: %b\r\n" % authorization if authorization else b""
     return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b%b\r\n" % (
         method,
@@ -275,5 +270,5 @@ def build_request(
 
 
 def _connection_headers(connection: bytes) -> frozenset[bytes]:
-    """Headers that the client has tied to its connection."""
+    """Headers named by Connection."""
     return frozenset(token.strip().lower() for token in connection.split(b",")) - {b"", b"close"}

@@ -1,4 +1,4 @@
-"""Reads of slices: from the cache, together with an equal read that is under way, or from upstream."""
+"""Reads of slices: from the cache, by joining an equal read in progress, or from upstream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.edge.upstreams import Upstream
 from tailrace.protocol.http_headers import slice_etag_format
 
-# Refusals of whoever asked, which say nothing to others who wait for the same answer.
+# Errors that concern one client only, not others that share the read.
 UNSHARED_STATUSES = (401, 403, 429)
 
 JSON = "json"
@@ -28,14 +28,14 @@ SliceKey = tuple[str, str, str, str, str]  # name, filter, format, key, offset
 
 
 class PendingRead(NamedTuple):
-    """A read that is under way, and what was known when it was sent."""
+    """A read in progress, and the state of the stream when it was sent."""
 
     task: asyncio.Task[Slice]
     writes: int
 
 
 class SliceReader:
-    """Answers catch-up reads. Who may read is decided before."""
+    """Serves catch-up reads; authorisation comes before."""
 
     def __init__(
         self,
@@ -62,39 +62,39 @@ class SliceReader:
         self._confirming: dict[str, asyncio.Task[None]] = {}
 
     async def get(self, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
-        """A slice, and what X-Cache says of it. Raises what the upstream says if that is a no."""
-        found = await self.at_hand(reading, caller)
+        """A slice and its X-Cache value. Raises the upstream's error."""
+        found = await self.cached(reading, caller)
         return (found, "HIT") if found is not None else (await self.fetched(reading, caller), "MISS")
 
-    async def at_hand(self, reading: SharedRead, caller: Caller) -> Slice | None:
-        """What may be given without asking the upstream for it."""
+    async def cached(self, reading: SharedRead, caller: Caller) -> Slice | None:
+        """A cached slice that is valid without an upstream request."""
         key = slice_key(reading)
-        facts = self._book.of(reading.name)
-        found = await self._kept(key, facts, caller) or await self._just_read(key, facts, caller)
+        facts = self._book.get(reading.name)
+        found = await self._from_cache(key, facts, caller) or await self._from_recent(key, facts, caller)
         if found is not None:
             self._renewals.note_hit(reading.name, facts, caller.authorization)
         return found
 
     async def fetched(self, reading: SharedRead, caller: Caller) -> Slice:
-        """What the upstream says now, or is just about to say to somebody else."""
+        """The slice from upstream, shared with equal concurrent reads."""
         key = slice_key(reading)
-        facts = self._book.of(reading.name)
+        facts = self._book.get(reading.name)
         flight = self._flights.get(key)
         if flight is not None and flight.writes == facts.writes:
             self._context.telemetry.edge_coalesced.value += 1
             try:
                 return await asyncio.shield(flight.task)
             except UpstreamLostError:
-                pass  # tried once on its own
+                pass  # retried once, unshared
             except UpstreamRefusedError as refused:
                 if refused.refusal.status not in UNSHARED_STATUSES:
                     raise
-        return await asyncio.shield(self._fly(key, reading, caller, facts))
+        return await asyncio.shield(self._start_fetch(key, reading, caller, facts))
 
     # -- the cache
 
-    async def _kept(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
-        """What is kept, once it is known that the stream still exists."""
+    async def _from_cache(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
+        """A cached slice, once the stream is known to exist."""
         asked = key
         key = next(filter(self._may_have, equivalent_keys(asked)), asked)
         if not self._may_have(key):
@@ -123,7 +123,7 @@ class SliceReader:
         return key in self._memory or (self._disk is not None and self._disk.may_have(key))
 
     def _if_good(self, key: SliceKey, found: Slice, facts: StreamInfo) -> Slice | None:
-        """A slice, unless its time is over, its entries were trimmed or its stream may have ended."""
+        """The slice, unless it expired, was trimmed, or its stream may have ended."""
         now = self._context.loop.time()
         if now >= found.until or found.start < facts.earliest:
             self._memory.discard(key)
@@ -131,7 +131,7 @@ class SliceReader:
         return found if facts.lives(now) else None
 
     def _is_confirmed(self, facts: StreamInfo) -> bool:
-        """Whether the stream is known to exist, and how long it lives.
+        """Whether the stream is known to exist, with its lifetime.
 
         The registry tells of streams, not of what is trimmed: that only the owner's answers do.
         """
@@ -143,12 +143,12 @@ class SliceReader:
         return age_s < self._context.limits.edge_confirm_ms / 1000
 
     async def _settle(self, upstream: Upstream, facts: StreamInfo) -> None:
-        """If connections failed before the stream was seen last, that may have been at another server."""
-        if upstream.doubted_at is not None and upstream.doubted_at <= facts.confirmed_at:
+        """Checks a suspect upstream: it may have been replaced by another server."""
+        if upstream.suspect_since is not None and upstream.suspect_since <= facts.confirmed_at:
             await upstream.settle()
 
-    async def _just_read(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
-        """The answer of a moment ago, if nothing was written since."""
+    async def _from_recent(self, key: SliceKey, facts: StreamInfo, caller: Caller) -> Slice | None:
+        """A recent response at the tail, if nothing was written since."""
         if self._fresh(key, facts) is None:
             return None
         if facts.lifetime is None:
@@ -167,23 +167,23 @@ class SliceReader:
         return recent if age_s < self._context.limits.edge_recent_ms / 1000 else None
 
     async def _confirm(self, name: str, caller: Caller) -> None:
-        """Asks whether a stream exists; all who wonder at once ask together."""
+        """HEAD of a stream; concurrent callers share one request."""
         task = self._confirming.get(name)
         if task is None:
-            task = self._context.loop.create_task(self._look(name, caller.authorization))
+            task = self._context.loop.create_task(self._fetch_head(name, caller.authorization))
             self._confirming[name] = task
             task.add_done_callback(lambda _: self._confirming.pop(name, None))
         await asyncio.shield(task)
 
-    async def _look(self, name: str, authorization: bytes | None) -> None:
+    async def _fetch_head(self, name: str, authorization: bytes | None) -> None:
         try:
             await self._channels.head(name, self._context.token or authorization)
         except (UpstreamRefusedError, UpstreamLostError, TailraceError):
-            return  # what it told is noted; the read itself says the rest
+            return  # recorded; the read itself reports the error
 
     # -- reading upstream
 
-    def _fly(
+    def _start_fetch(
         self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo
     ) -> asyncio.Task[Slice]:
         task = self._context.loop.create_task(self._fetch(key, reading, caller, facts))
@@ -201,7 +201,7 @@ class SliceReader:
     async def _fetch(self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo) -> Slice:
         context = self._context
         generation, writes = facts.generation, facts.writes
-        upstream = context.upstreams.of(reading.name)
+        upstream = context.upstreams.for_stream(reading.name)
         known = self._recent.get(key)
         if known is not None and known.generation != generation:
             known = None
@@ -210,32 +210,32 @@ class SliceReader:
         request = context.request_for(caller, upstream, target, compared)
         sent_at = context.loop.time()
         try:
-            reply = await upstream.pool.ask(request, again=True)
+            reply = await upstream.pool.request(request, again=True)
             body = await reply.body(context.limits.edge_frame_bytes)
         except UpstreamLostError:
-            upstream.note_failed(context.loop.time())
+            upstream.record_failed(context.loop.time())
             raise
         now = context.loop.time()
         self._book.note_reply(reading.name, reply, sent_at)
         if body is None:
-            raise TailraceError("unavailable", "the upstream's answer is too large for this edge")
+            raise TailraceError("unavailable", "the upstream response is too large for this edge")
         if reply.status == 304 and known is not None:
             found = known.slice.confirmed(reply, now, sent_at)
             context.telemetry.edge_revalidated.value += 1
         elif reply.status == 200:
-            found = Slice.of(reply, body, now, sent_at)
+            found = Slice.from_response(reply, body, now, sent_at)
         else:
             raise UpstreamRefusedError(UpstreamAnswer(reply.status, reply.fields, body))
         facts.note_read(sent_at, generation)
-        if self._is_lasting(found):
+        if self._is_cacheable(found):
             context.spawn(self._keep(key, found, facts, generation, caller))
         elif found.is_open and found.tag and facts.generation == generation:
-            # If something was written meanwhile it is not given again, but is still good to compare with.
+            # After a concurrent write it is not served again, only revalidated.
             self._recent.put(key, RecentRead(found, generation, writes, now))
         return found
 
-    def _is_lasting(self, found: Slice) -> bool:
-        """An answer that holds for a while. What is private may be kept by who checks every reader."""
+    def _is_cacheable(self, found: Slice) -> bool:
+        """Whether a response is cacheable. Private ones are, if the edge verifies every reader."""
         fits = len(found.body) <= self._context.limits.edge_slice_bytes
         lasts = self._context.loop.time() < found.until
         return fits and lasts and ("public" in found.cache_control or self._verifies)
@@ -243,7 +243,7 @@ class SliceReader:
     async def _keep(
         self, key: SliceKey, found: Slice, facts: StreamInfo, generation: int, caller: Caller
     ) -> None:
-        """Keeps a slice, once it is known how long its stream lives. On disk is only what never changes."""
+        """Caches a slice once the lifetime of its stream is known; on disk only if immutable."""
         if facts.lifetime is None:
             await self._confirm(key[0], caller)
         upstream = self._context.upstreams.home(key[0])
@@ -253,7 +253,7 @@ class SliceReader:
         found.epoch = facts.epoch
         keys = {key, (*key[:4], found.start)} if found.start else {key}
         if facts.retained:
-            keys.discard((*key[:4], "-1"))  # where it begins moves
+            keys.discard((*key[:4], "-1"))  # its start moves
         for each in keys:
             self._memory.put(each, found)
             if self._disk is not None and found.is_immutable:
@@ -261,7 +261,7 @@ class SliceReader:
 
 
 def equivalent_keys(key: SliceKey) -> tuple[SliceKey, ...]:
-    """The keys of what may be the same slice: of a JSON stream the form that is given unasked is JSON."""
+    """The keys of equal slices: JSON is the default format of a JSON stream."""
     other = {"": JSON, JSON: ""}.get(key[2])
     return (key,) if other is None else (key, (*key[:2], other, *key[3:]))
 

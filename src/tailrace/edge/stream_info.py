@@ -1,8 +1,6 @@
 """What an edge knows of streams: existence, extent, lifetime, writes that passed through it.
 
-How long a stream and its entries live, as its owner says, by the edge's own monotonic clock.
-
-What an edge knows of streams: whether they exist, how far they go, what was written through it.
+Everything is learned from upstream responses; times are of the edge's monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,25 +15,25 @@ from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.edge.upstream_pool import UpstreamResponse
 from tailrace.protocol import offsets
 
-# Of a stream that ends sooner without reads nothing is kept: there would be no time to renew it.
+# Streams with a shorter TTL are not cached: there would be no time to renew them.
 WINDOW_S_MIN = 4
-# `Date` has whole seconds: the owner's clock may be this much further.
+# `Date` has whole seconds: the owner's clock may be this much ahead.
 DATE_S = 1.0
 
 
 class StreamLifetime(NamedTuple):
-    """What bounds a stream. Set when the stream is made, and never changed."""
+    """The lifetime of a stream, fixed at its creation."""
 
-    window_s: int | None = None  # of a TTL: it ends if nobody reads or writes for this long
-    ends_at: float = inf  # loop time before which it cannot have come to its fixed end
-    retained: bool = False  # its oldest entries are taken away, by age or by size
+    window_s: int | None = None  # TTL: the stream ends without reads and writes for this long
+    ends_at: float = inf  # earliest loop time of its fixed end
+    retained: bool = False  # its oldest entries are trimmed, by age or size
 
 
 NO_EXPIRY = StreamLifetime()
 
 
 def parse_lifetime(reply: UpstreamResponse, sent_at: float) -> StreamLifetime:
-    """What the answer to a HEAD says; `sent_at` is the loop time at which it was asked for."""
+    """From the response to a HEAD sent at loop time `sent_at`."""
     window, expires = reply.get(b"stream-ttl"), reply.get(b"stream-expires-at")
     retained = any(reply.get(name) for name in (b"stream-retention", b"stream-retention-bytes"))
     if window is not None:
@@ -47,7 +45,7 @@ def parse_lifetime(reply: UpstreamResponse, sent_at: float) -> StreamLifetime:
 
 
 def _remaining_s(expires: str, date: bytes) -> float:
-    """The time to an instant of the owner's clock, rounded down; none if it cannot be told."""
+    """Seconds to an instant of the owner's clock, rounded down; 0 if unknown."""
     instant_ns = parse_rfc3339_ns(expires)
     try:
         owner_s = parsedate_to_datetime(date.decode("latin-1")).timestamp()
@@ -57,7 +55,7 @@ def _remaining_s(expires: str, date: bytes) -> float:
 
 
 def renewal_due_at(window_s: int, renewed_at: float, asked_at: float, now: float) -> float:
-    """When the stream has to be renewed for a read that its owner did not see.
+    """When to renew the stream for a read that its owner did not see.
 
     At most once in a quarter of the window, and so early that there is time for two more attempts.
     """
@@ -68,7 +66,7 @@ STREAMS_KEPT = 100_000
 
 
 class WriteCounter:
-    """Writes that went to a stream whose name only the owner knows: they count for all streams."""
+    """Counter of writes to unknown streams, which count for all streams."""
 
     __slots__ = ("writes",)
 
@@ -77,7 +75,7 @@ class WriteCounter:
 
 
 class StreamInfo:
-    """One stream. The edge has no truth of its own: all of it was said by an upstream."""
+    """What upstreams said of one stream."""
 
     __slots__ = (
         "_tide",
@@ -93,22 +91,22 @@ class StreamInfo:
     )
 
     def __init__(self, tide: WriteCounter) -> None:
-        # Rises when the stream's slices are dropped: an answer that was on its way is then not kept.
+        # Incremented when the stream's slices are dropped: responses in progress are then not cached.
         self.generation = 0
         self._writes = 0
         self._tide = tide
-        self.confirmed_at = float("-inf")  # loop time at which was asked what last showed the stream
+        self.confirmed_at = float("-inf")  # loop time of the last request that showed the stream
         self.epoch = -1
         self.end = ""  # the greatest end seen
-        self.earliest = ""  # where reading can begin, once something was trimmed
+        self.earliest = ""  # earliest offset after trimming
         self.lifetime: StreamLifetime | None = None  # None while not known
-        # Loop times at which the last read that reached the owner, and the last renewal, were sent.
+        # Loop times of the last read at the owner, and of the last renewal.
         self.read_at = float("-inf")
         self.renewal_at = float("-inf")
 
     @property
     def writes(self) -> int:
-        """Rises when something was written through this edge, or arrived on a channel."""
+        """Incremented by writes through this edge and batches of a channel."""
         return self._writes + self._tide.writes
 
     def note_written(self) -> None:
@@ -116,11 +114,11 @@ class StreamInfo:
 
     @property
     def retained(self) -> bool:
-        """Whether entries are taken away at its start."""
+        """Whether its oldest entries are trimmed."""
         return self.lifetime is not None and self.lifetime.retained
 
     def lives(self, now: float) -> bool:
-        """Whether the stream cannot have ended by itself: all that is not known to live is asked for."""
+        """Whether the stream cannot have expired; if unknown, False."""
         if self.lifetime is None:
             return False
         window_s = self.lifetime.window_s
@@ -129,27 +127,27 @@ class StreamInfo:
         return window_s >= WINDOW_S_MIN and now < self.read_at + window_s
 
     def note_read(self, sent_at: float, generation: int) -> None:
-        """A read has reached the owner, which renews a TTL."""
+        """Records a read at the owner, which renews the TTL."""
         if generation == self.generation:
             self.read_at = max(self.read_at, sent_at)
 
 
 class InfoRequest(NamedTuple):
-    """When a question about a stream was sent, and what its slices were then."""
+    """The time of an upstream request, and the generation of the stream then."""
 
     sent_at: float
     generation: int
 
 
 class StreamInfoCache:
-    """The streams that were asked for lately."""
+    """LRU cache of stream metadata."""
 
     def __init__(self, on_drop: Callable[[str, str], None]) -> None:
         self._facts: OrderedDict[str, StreamInfo] = OrderedDict()
         self._on_drop = on_drop  # with the name and the reason
         self._tide = WriteCounter()
 
-    def of(self, name: str) -> StreamInfo:
+    def get(self, name: str) -> StreamInfo:
         facts = self._facts.get(name)
         if facts is None:
             facts = self._facts[name] = StreamInfo(self._tide)
@@ -160,17 +158,17 @@ class StreamInfoCache:
             self._facts.move_to_end(name)
         return facts
 
-    def knows(self, name: str) -> bool:
-        """Whether the owner has shown a stream, and nothing has said since that it is gone."""
+    def contains(self, name: str) -> bool:
+        """Whether a stream is known to exist."""
         facts = self._facts.get(name)
         return facts is not None and facts.epoch >= 0
 
     def asking(self, name: str, now: float) -> InfoRequest:
-        return InfoRequest(now, self.of(name).generation)
+        return InfoRequest(now, self.get(name).generation)
 
     def drop(self, name: str, reason: str) -> None:
-        """The stream is gone, or another has its name: nothing of it may be served again."""
-        facts = self.of(name)
+        """The stream was deleted or replaced: drops everything of it."""
+        facts = self.get(name)
         facts.generation += 1
         facts.note_written()
         facts.confirmed_at = float("-inf")
@@ -181,36 +179,36 @@ class StreamInfoCache:
         self._on_drop(name, reason)
 
     def drop_all(self, reason: str) -> list[str]:
-        """Nothing that was said holds any more; the names of all streams that something was known of."""
+        """Drops everything, and returns the names of all known streams."""
         names = list(self._facts)
         for name in names:
             self.drop(name, reason)
         return names
 
     def note_write(self, name: str, method: bytes, status: int) -> None:
-        """The answer to a write came back: reads that begin from now on have to see it."""
-        self.of(name).note_written()
+        """Records a write, which later reads must see."""
+        self.get(name).note_written()
         if (method == b"DELETE" and status < 300) or (method == b"PUT" and status == 201):
             self.drop(name, "deleted" if method == b"DELETE" else "created")
 
     def note_change(self, name: str) -> None:
-        """As `note_write`, of something that belongs to a stream; with no name it may be any of them."""
+        """As `note_write`, for a sub-resource; an empty name counts for all streams."""
         if name:
-            self.of(name).note_written()
+            self.get(name).note_written()
         else:
             self._tide.writes += 1
 
     def note_batch(self, name: str, offset: str) -> None:
-        facts = self.of(name)
+        facts = self.get(name)
         facts.note_written()
         self._note_end(name, facts, offset)
 
     def note_reply(self, name: str, reply: UpstreamResponse, sent_at: float) -> StreamInfo:
-        """What the head of any answer about a stream tells: how it was when that was asked, or later."""
-        facts = self.of(name)
+        """Updates the stream from the header of any response about it."""
+        facts = self.get(name)
         earliest = reply.get(b"stream-earliest-offset")
         if reply.status == 410 and earliest is not None and facts.retained:
-            # Only the offset is gone. If that is because of a new epoch, the next look tells.
+            # Only the offset is gone. A new epoch is detected by the next request.
             facts.confirmed_at = float("-inf")
         elif reply.status in (404, 410):
             if reply.status == 404 or facts.epoch >= 0:
@@ -218,7 +216,7 @@ class StreamInfoCache:
             return facts
         if reply.status < 400:
             facts.confirmed_at = max(facts.confirmed_at, sent_at)
-            # The answer to a write has only the offset behind what was written.
+            # The response to a write has only the offset after the written entries.
             end = reply.get(b"stream-end-offset") or reply.get(b"stream-next-offset")
             if end is not None:
                 self._note_end(name, facts, end.decode("latin-1"))
@@ -227,9 +225,9 @@ class StreamInfoCache:
         return facts
 
     def note_head(self, name: str, reply: UpstreamResponse, now: float, asking: InfoRequest) -> StreamInfo:
-        """HEAD also tells how long the stream and its entries live."""
-        assert asking.sent_at <= now, "an answer comes after its question"
-        told = reply.status == 200 and self.of(name).generation == asking.generation
+        """As `note_response`; HEAD also has the lifetime."""
+        assert asking.sent_at <= now, "a response comes after its request"
+        told = reply.status == 200 and self.get(name).generation == asking.generation
         facts = self.note_reply(name, reply, asking.sent_at)
         if told:
             facts.lifetime = parse_lifetime(reply, asking.sent_at)
@@ -248,6 +246,6 @@ class StreamInfoCache:
 
 
 def _note_earliest(facts: StreamInfo, earliest: str) -> None:
-    """HEAD names it always: as long as nothing was trimmed it is the start."""
+    """The earliest offset; empty while nothing was trimmed."""
     if earliest > facts.earliest and offsets.parse_offset(earliest)[1] > 0:
         facts.earliest = earliest

@@ -1,4 +1,4 @@
-"""Renews streams with a TTL at their owner for the reads that were answered here."""
+"""Renews streams with a TTL at their owner for reads that the edge served."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.edge.channels import ChannelTable
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.requests import build_request, build_stream_target
@@ -14,12 +15,12 @@ from tailrace.edge.upstream_pool import UpstreamLostError
 
 logger = logging.getLogger("tailrace.edge")
 
-# What is due when the edge stops is sent at once, and waited for this long.
+# At shutdown, due renewals are sent at once, and awaited this long.
 STOP_S = 2.0
 
 
 class PendingRenewal:
-    """A stream that was read here, and whose owner has to hear of it."""
+    """A due renewal of a stream that was read here."""
 
     __slots__ = ("authorization", "facts", "generation", "hit_at", "timer", "window_s")
 
@@ -27,18 +28,18 @@ class PendingRenewal:
         self.facts = facts
         self.generation = facts.generation
         self.window_s = window_s
-        self.hit_at = 0.0  # loop time of the last read that was answered here
+        self.hit_at = 0.0  # loop time of the last read served here
         self.authorization: bytes | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     @property
     def is_settled(self) -> bool:
-        """The stream is another one by now, or its owner has seen a later read."""
+        """Whether the stream was replaced, or its owner has seen a later read."""
         return self.facts.generation != self.generation or self.facts.read_at > self.hit_at
 
 
 class TtlRenewals:
-    """Sends `GET ?offset=now`, which has no body and renews, at most once in a quarter of the window."""
+    """Renews with `GET ?offset=now`, at most once per quarter of the TTL."""
 
     def __init__(self, context: EdgeContext, book: StreamInfoCache, channels: ChannelTable) -> None:
         self._context = context
@@ -47,7 +48,7 @@ class TtlRenewals:
         self._due: dict[str, PendingRenewal] = {}
 
     def note_hit(self, name: str, facts: StreamInfo, authorization: bytes | None) -> None:
-        """A read of a stream was answered without its owner."""
+        """A read was served without the owner."""
         if facts.lifetime is None or facts.lifetime.window_s is None:
             return
         due = self._due.get(name)
@@ -68,7 +69,7 @@ class TtlRenewals:
     def _on_time(self, name: str, due: PendingRenewal) -> None:
         due.timer = None
         now = self._context.loop.time()
-        # A live reader keeps its stream alive at the owner, and renews it when it leaves.
+        # A live reader keeps its stream alive at the owner, and renews it at its end.
         if due.is_settled or self._channels.follows(name):
             self._due.pop(name, None)
         elif renewal_due_at(due.window_s, due.facts.read_at, due.facts.renewal_at, now) > now:
@@ -84,14 +85,14 @@ class TtlRenewals:
         self._context.telemetry.edge_ttl_renewals.add(outcome)
         if outcome in ("renewed", "gone") or due.is_settled or name in self._due:
             return
-        if loop.time() < facts.read_at + due.window_s:  # else it has ended, as far as is known here
+        if loop.time() < facts.read_at + due.window_s:  # else it has expired
             self._due[name] = due
             self._schedule(name, due)
 
     async def _ask(self, name: str, due: PendingRenewal, sent_at: float) -> str:
         context = self._context
         try:
-            upstream = context.upstreams.of(name)
+            upstream = context.upstreams.for_stream(name)
             request = build_request(
                 b"GET",
                 build_stream_target(name, {"offset": "now"}),
@@ -99,7 +100,7 @@ class TtlRenewals:
                 context.edge_id,
                 context.token or due.authorization,
             )
-            reply = await upstream.pool.ask(request, again=True)
+            reply = await upstream.pool.request(request, again=True)
             await reply.body(context.limits.edge_frame_bytes)
         except (UpstreamLostError, TailraceError):
             return "lost"
@@ -108,13 +109,13 @@ class TtlRenewals:
         if reply.status in (404, 410):
             return "gone"
         if reply.status != 200:
-            logger.debug("a stream was not renewed: status %d", reply.status)
+            logger.debug("TTL renewal refused", extra=log_fields(status=reply.status))
             return "refused"
         due.facts.note_read(sent_at, due.generation)
         return "renewed"
 
     async def stop(self) -> None:
-        """Tells the owners now what is due, so that a stop of the edge shortens no stream's life."""
+        """Sends due renewals now, so that a stop of the edge does not shorten a TTL."""
         left = [(name, due) for name, due in self._due.items() if not due.is_settled]
         self._due.clear()
         for _, due in left:

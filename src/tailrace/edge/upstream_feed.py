@@ -1,9 +1,4 @@
-"""A WebSocket to an upstream whose data and control messages become batches.
-
-A batch of a stream: what one data message and its control carried, in every form that readers take.
-
-The upstream's end of a followed stream: a WebSocket whose pairs of data and control become batches.
-"""
+"""A WebSocket to an upstream whose data and control messages become batches."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ OVERHEAD_BYTES = 512
 
 
 class FeedMessage(msgspec.Struct, frozen=True):
-    """What an upstream says on a socket: a `data` or a `control`."""
+    """One message of an upstream socket: `data` or `control`."""
 
     type: str
     payload: str = ""
@@ -44,7 +39,7 @@ decode_message = msgspec.json.Decoder(FeedMessage).decode
 
 
 class FeedBatch:
-    """Covers `(start, next]`. Each wire form is made on first use, and the same bytes go to all readers."""
+    """Covers `(start, next]`. Each wire form is encoded on first use and shared by all readers."""
 
     __slots__ = (
         "_data",
@@ -65,26 +60,26 @@ class FeedBatch:
     ) -> None:
         self.start = start
         self.next = following
-        self.payload = payload  # None if the batch only moves on: nothing in it was for this reader
-        self.text = text  # else it travels as base64
+        self.payload = payload  # None if the batch is empty for this reader
+        self.text = text  # else sent as base64
         self.cursor = cursor
         self.cursor_number = int(cursor) if cursor else -1
         self.closed = closed
-        # What it holds with one wire form made of it, which is the usual number.
+        # With one wire form encoded, the usual number.
         self.size = OVERHEAD_BYTES + (0 if payload is None else 2 * len(payload))
         self.arrived = 0.0
-        self.up_to_date = False  # as a slice said; of a batch the channel knows
+        self.up_to_date = False  # of a slice; for a batch the channel knows it
         self._data: dict[str, bytes] = {}
 
     def encode(self, form: str, cursor: str, up_to_date: bool) -> bytes:
-        """The batch with its control; the cursor may be one that a single reader needs."""
+        """The batch with its control; the cursor may be specific to one reader."""
         return self.event(form) + encode_control(form, self.next, cursor, up_to_date, self.closed)
 
     def is_made(self, form: str) -> bool:
         return self.payload is None or form in self._data
 
     def event(self, form: str) -> bytes:
-        """The data alone: most of the bytes, and the same for everybody."""
+        """The data only, shared by all readers."""
         payload = self.payload
         if payload is None:
             return b""
@@ -100,7 +95,7 @@ class FeedBatch:
 
 
 def encode_control(form: str, offset: str, cursor: str, up_to_date: bool, closed: bool) -> bytes:
-    """A control by itself."""
+    """A control only."""
     if form == "ws":
         return encode_text(sse.websocket_control(offset, cursor, up_to_date, closed))
     return chunk(sse.control_event(offset, cursor, up_to_date, closed))
@@ -114,14 +109,14 @@ def message_payload(message: FeedMessage) -> bytes:
 
 ACCEPT_SALT = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 REFUSAL_BYTES_MAX = 64 * 1024
-# Silence after which the upstream is asked whether it is there, and after which it counts as lost.
+# Silence after which a ping is sent, and after which the upstream counts as lost.
 PING_S = 15.0
 DEAD_S = 45.0
 ABNORMAL = 1006
 
 
 class UpstreamAnswer(NamedTuple):
-    """What an upstream said, to be passed on as it is."""
+    """An upstream's response, to be forwarded unchanged."""
 
     status: int
     fields: list[tuple[bytes, bytes]]
@@ -129,7 +124,7 @@ class UpstreamAnswer(NamedTuple):
 
 
 class UpstreamRefusedError(Exception):
-    """The upstream answered, and the answer is no."""
+    """The upstream responded with an error."""
 
     def __init__(self, refusal: UpstreamAnswer) -> None:
         super().__init__(f"status {refusal.status}")
@@ -137,12 +132,12 @@ class UpstreamRefusedError(Exception):
 
 
 def is_transient(status: int) -> bool:
-    """Whether an upstream that answers so may answer otherwise in a moment."""
+    """Whether a retry may succeed."""
     return status == 429 or status >= 500
 
 
 class UpstreamFeed(asyncio.Protocol):
-    """One open socket. Tells of each pair, and once of its end."""
+    """One open socket. Reports each pair of data and control, and its end once."""
 
     def __init__(
         self,
@@ -156,12 +151,12 @@ class UpstreamFeed(asyncio.Protocol):
         self._on_end = on_end
         self._frames = Protocol(CLIENT, state=OPEN, max_size=bytes_max)
         self._parts: list[bytes] = []
-        self._payload: bytes | None = None  # of a data whose control has not come yet
+        self._payload: bytes | None = None  # of data that waits for its control
         self.ended = False
         self._heard_at = self._pinged_at = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        """Says goodbye; nothing is told any more."""
+        """Closes the socket without further callbacks."""
         if not self.ended:
             self.ended = True
             if self._frames.state is OPEN:
@@ -170,7 +165,7 @@ class UpstreamFeed(asyncio.Protocol):
             self._transport.close()
 
     def give_up(self) -> None:
-        """Whoever is at the other end is not waited for any longer."""
+        """Aborts the socket as lost."""
         self._end(ABNORMAL)
         self._transport.abort()
 
@@ -248,7 +243,7 @@ async def open_feed(
     on_end: Callable[[int], None],
     bytes_max: int,
 ) -> UpstreamFeed:
-    """Opens `live=ws` on a stream; raises `RefusedError` or `UpstreamLostError`, and that in time."""
+    """Opens `live=ws` on a stream with a timeout; raises `UpstreamRefusedError` or `UpstreamLostError`."""
     key = base64.b64encode(secrets.token_bytes(16))
     request = build_request(
         b"GET",
@@ -263,11 +258,11 @@ async def open_feed(
         async with asyncio.timeout(upstream.pool.answer_s):
             reply, connection = await _upgrade(upstream, request)
     except TimeoutError:
-        raise UpstreamLostError("the upstream's handshake did not come in time", sent=True) from None
+        raise UpstreamLostError("the upstream handshake timed out", sent=True) from None
     accept = base64.b64encode(hashlib.sha1(key + ACCEPT_SALT, usedforsecurity=False).digest())
     if connection.closed or reply.get(b"sec-websocket-accept") != accept:
         connection.abort()
-        raise UpstreamLostError("the upstream's handshake is wrong", sent=True)
+        raise UpstreamLostError("the upstream handshake is invalid", sent=True)
     feed = UpstreamFeed(connection.transport, on_pair, on_end, bytes_max)
     early = connection.take_over(feed)
     if early:
@@ -276,7 +271,7 @@ async def open_feed(
 
 
 async def _upgrade(upstream: Upstream, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
-    reply, connection = await upstream.pool.ask_apart(request)
+    reply, connection = await upstream.pool.request_dedicated(request)
     if reply.status != 101:
         try:
             raise UpstreamRefusedError(await read_answer(reply))

@@ -1,11 +1,4 @@
-"""Connections to one upstream: its address, the HTTP client connection, and the bounded pool.
-
-Where an upstream is: its address, and the name by which streams are placed on it.
-
-One connection to an upstream: one request at a time, its answer read as fast as somebody takes it.
-
-Kept connections to one upstream: so many at once, and a bounded queue for their turn.
-"""
+"""Connections to one upstream: its address, the HTTP client connection, and the bounded pool."""
 
 from __future__ import annotations
 
@@ -29,7 +22,7 @@ _NAMED = re.compile(r"([A-Za-z0-9._-]+)=(https?://.*)")
 
 
 class UpstreamAddress(NamedTuple):
-    """One upstream as it was given: `URL` or `name=URL`."""
+    """One configured upstream: `URL` or `name=URL`."""
 
     id: str
     host: str
@@ -43,13 +36,13 @@ class UpstreamAddress(NamedTuple):
 
 
 def parse_upstreams(text: str) -> list[UpstreamAddress]:
-    """The upstreams of a comma-separated list; refuses what cannot be one."""
-    items = [text] if "@" in text else text.split(",")  # whose password may have a comma
+    """Parses a comma-separated list of upstreams."""
+    items = [text] if "@" in text else text.split(",")  # a password may contain a comma
     origins = [_parse_upstream(item.strip()) for item in items if item.strip()]
     if not origins:
         raise SettingsError("an edge needs an upstream: tailrace edge --upstream http://host:4437")
     if len({origin.id for origin in origins}) != len(origins):
-        raise SettingsError("an upstream is named twice")
+        raise SettingsError("an upstream is configured twice")
     return origins
 
 
@@ -63,7 +56,7 @@ def _parse_upstream(text: str) -> UpstreamAddress:
         port = -1
     plain = parts.path in ("", "/") and not parts.query and not parts.username and not parts.password
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or not plain:
-        raise SettingsError(f"an upstream is given as http://host:port or https://host:port{_redacted(text)}")
+        raise SettingsError(f"an upstream must be http://host:port or https://host:port{_redacted(text)}")
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     port = port or (443 if tls else 80)
     shown = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -73,20 +66,20 @@ def _parse_upstream(text: str) -> UpstreamAddress:
 
 
 def _redacted(text: str) -> str:
-    """What was given instead, if that may be shown: a password in it is nobody's business."""
+    """The invalid text for the error, unless it may contain a password."""
     return ", without a user or a password" if "@" in text else f", not {text.partition('?')[0]!r}"
 
 
-# Body bytes that wait for their reader before the socket is not read any further.
+# Unread body bytes at which reading from the socket is paused.
 HELD_BYTES_MAX = 256 * 1024
-# Silence in the middle of an answer that is waited for as a whole, after which its upstream counts as lost.
+# Silence within a response after which its upstream counts as lost.
 SILENCE_S_MAX = 30.0
 SWITCHING = 101
 DIGITS_MAX = 18  # of a number in a header
 
 
 class UpstreamLostError(Exception):
-    """An upstream could not be reached or went away. `sent` is true if it may have seen the request."""
+    """A connection to an upstream failed. `sent`: it may have seen the request."""
 
     def __init__(self, reason: str, *, sent: bool) -> None:
         super().__init__(reason)
@@ -94,7 +87,7 @@ class UpstreamLostError(Exception):
 
 
 class UpstreamResponse:
-    """The answer of an upstream: its head, then its body piece by piece."""
+    """The response of an upstream: header, then body in pieces."""
 
     __slots__ = (
         "_connection",
@@ -112,9 +105,9 @@ class UpstreamResponse:
         self, connection: UpstreamConnection, status: int, fields: list[tuple[bytes, bytes]]
     ) -> None:
         self.status = status
-        self.fields = fields  # as they came
-        self.queued_s = 0.0  # how long its request waited for its turn
-        self._connection: UpstreamConnection | None = connection  # None once the body is all here
+        self.fields = fields  # unchanged
+        self.queued_s = 0.0  # time of the request in the queue
+        self._connection: UpstreamConnection | None = connection  # None once the body is complete
         self._found: dict[bytes, bytes] | None = None
         self._held: deque[bytes] = deque()
         self._held_bytes = 0
@@ -122,7 +115,7 @@ class UpstreamResponse:
         self._failure: UpstreamLostError | None = None
 
     def get(self, name: bytes) -> bytes | None:
-        """A header by its name in lower case; the last one if there are several."""
+        """A header by its lower-case name; the last one if repeated."""
         if self._found is None:
             self._found = {field.lower(): value for field, value in self.fields}
         return self._found.get(name)
@@ -133,21 +126,21 @@ class UpstreamResponse:
 
     @property
     def complete(self) -> bool:
-        """The whole answer is in memory."""
+        """Whether the whole response is in memory."""
         return self._connection is None and self._failure is None
 
     @property
     def length(self) -> int | None:
-        """How long the body is going to be, if the upstream said so."""
+        """The length of the body, if the upstream sent it."""
         return self.number(b"content-length")
 
     def number(self, name: bytes) -> int | None:
-        """The value of a header that is a whole number; None if it is absent or something else."""
+        """The integer value of a header; None if absent or invalid."""
         text = self.get(name) or b""
         return int(text) if text.isdigit() and len(text) <= DIGITS_MAX else None
 
     async def piece(self) -> bytes:
-        """The next bytes of the body; none at its end. Raises `UpstreamLostError` if it breaks off."""
+        """The next bytes of the body; empty at its end. Raises `UpstreamLostError` if it is cut off."""
         while not self._held:
             if self._failure is not None:
                 raise self._failure
@@ -163,7 +156,7 @@ class UpstreamResponse:
         return found
 
     async def body(self, bytes_max: int) -> bytes | None:
-        """The whole body, or None if it is longer than that; the rest is then not read.
+        """The whole body, or None if it is longer than `most`; the rest is not read.
 
         Others may wait for the same answer: an upstream that died in the middle of it must not hold them.
         """
@@ -186,17 +179,17 @@ class UpstreamResponse:
                 return await self.piece()
         except TimeoutError:
             self.abandon()
-            raise UpstreamLostError("the upstream fell silent in its answer", sent=True) from None
+            raise UpstreamLostError("the upstream response timed out", sent=True) from None
 
     def abandon(self) -> None:
-        """Nobody wants the rest: a connection in the middle of an answer is of no further use."""
+        """Drops the rest: a connection within a response cannot be reused."""
         if self._connection is not None:
             self._connection.abort()
 
-    # -- what the connection tells
+    # -- called by the connection
 
     def hold(self, piece: bytes) -> bool:
-        """Keeps a piece for the reader; true if the socket should rest until it is taken."""
+        """Buffers a piece; True if the socket should pause until it is read."""
         self._held.append(piece)
         self._held_bytes += len(piece)
         self._wake()
@@ -214,12 +207,12 @@ class UpstreamResponse:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """The client's end of one HTTP/1.1 connection."""
+    """A client connection for HTTP/1.1, one request at a time."""
 
     transport: asyncio.Transport
 
     def __init__(self, on_done: Callable[[UpstreamConnection, bool], None]) -> None:
-        # Called once per request when its answer is over; true if another request may follow.
+        # Called once per request at the end of its response; True if the connection can be reused.
         self._on_done = on_done
         # Called when the connection is lost, also between two requests.
         self.on_lost: Callable[[UpstreamConnection], None] | None = None
@@ -230,7 +223,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_only = False
         self._reading = True
         self._sending = False  # more of the request follows
-        self._full = False  # the upstream does not take what it is sent
+        self._full = False  # write buffer is full
         self._room: asyncio.Future[None] | None = None
         self._leftover = b""
         self.upgraded = False
@@ -240,7 +233,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send(
         self, request: bytes, *, head_only: bool, more: bool = False
     ) -> asyncio.Future[UpstreamResponse]:
-        """Sends a request, or its head if there is `more`; the future has the head of its answer."""
+        """Sends a request, or its header if there is `more`; the future has the response header."""
         assert self._parser is None, "one request at a time"
         self._parser = HttpResponseParser(self)
         self._fields = []
@@ -251,13 +244,13 @@ class UpstreamConnection(asyncio.Protocol):
         return self._waiter
 
     def send_more(self, piece: bytes, *, last: bool) -> None:
-        """A further piece of the request. One that is never finished costs the connection."""
+        """A further piece of the request. An unfinished request makes the connection unusable."""
         self._sending = not last
         if piece and not self.closed and not self.transport.is_closing():
             self.transport.write(piece)
 
     async def room(self) -> None:
-        """Waits until the upstream takes more, or has said something."""
+        """Waits until the upstream reads more, or has responded."""
         while self._full and self._waiter is not None:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
@@ -271,7 +264,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def take_over(self, protocol: asyncio.Protocol) -> bytes:
-        """After 101: gives the transport to another protocol; returns the bytes that came early."""
+        """After 101: hands the transport to another protocol; returns bytes already received."""
         assert self.upgraded
         leftover, self._leftover = self._leftover, b""
         self.transport.set_protocol(protocol)
@@ -290,7 +283,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         parser = self._parser
         if parser is None:
-            self.abort()  # bytes that nobody asked for
+            self.abort()  # unexpected bytes
             return
         try:
             parser.feed_data(data)
@@ -300,7 +293,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._rest()
         except HttpParserError:
             if self._parser is not None:
-                self._fail("the upstream's answer is malformed")
+                self._fail("the upstream response is malformed")
                 self.abort()
 
     def pause_writing(self) -> None:
@@ -321,7 +314,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         if self._parser is not None:
-            self._fail("the connection to the upstream broke")
+            self._fail("the connection to the upstream was lost")
         if self.on_lost is not None:
             self.on_lost(self)
 
@@ -341,12 +334,12 @@ class UpstreamConnection(asyncio.Protocol):
         waiter, self._waiter = self._waiter, None
         self._make_room()
         if self._head_only:
-            # The parser would wait for a body that is announced and never sent.
+            # The parser would wait for a body that is never sent.
             self._finish(reusable=not self._closes())
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)
         elif waiter is not None:
-            self.abort()  # whoever asked has given up
+            self.abort()  # the request was cancelled
 
     def _closes(self) -> bool:
         return any(
@@ -362,11 +355,11 @@ class UpstreamConnection(asyncio.Protocol):
         if parser is None:
             return
         if self._reply is None:
-            self._fields = []  # an interim answer
+            self._fields = []  # an interim response
         elif self._reply.status != SWITCHING:
             self._finish(reusable=parser.should_keep_alive())
 
-    # -- the end of an answer
+    # -- end of a response
 
     def _rest(self) -> None:
         if self._reading and not self.closed:
@@ -394,13 +387,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._on_done(self, False)
 
 
-# A kept connection that was silent longer is not trusted with a request: its other end may be closing it.
+# An idle connection is not reused after this time: the upstream may be closing it.
 IDLE_S_MAX = 20.0
 CONNECT_S = 5.0
 
 
 class ConnectionPool:
-    """Requests to one upstream. Long answers and sockets have connections of their own."""
+    """Requests to one upstream. Long responses and sockets use dedicated connections."""
 
     def __init__(
         self, origin: UpstreamAddress, connections_max: int, queue_max: int, answer_s: float
@@ -409,24 +402,26 @@ class ConnectionPool:
         self._loop = asyncio.get_running_loop()
         self._free = connections_max
         self._queue_max = queue_max
-        self.answer_s = answer_s  # how long an upstream has to begin its answer
+        self.answer_s = answer_s  # time limit for the response header
         self._idle: list[UpstreamConnection] = []
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._all: set[UpstreamConnection] = set()
-        self._slots: set[UpstreamConnection] = set()  # busy ones that count
-        self.refused = 0  # requests for which there was no place in the queue
+        self._slots: set[UpstreamConnection] = set()  # busy connections within the limit
+        self.refused = 0  # requests rejected by the full queue
 
     @property
     def active(self) -> int:
-        """Requests that have a connection; long answers with one of their own are not among them."""
+        """Requests with a pooled connection."""
         return len(self._slots)
 
     @property
     def queued(self) -> int:
         return len(self._waiting)
 
-    async def ask(self, request: bytes, *, head_only: bool = False, again: bool = False) -> UpstreamResponse:
-        """Sends a request when it is its turn. With `again` it is tried once more if nothing came back."""
+    async def request(
+        self, request: bytes, *, head_only: bool = False, again: bool = False
+    ) -> UpstreamResponse:
+        """Sends a request after queueing. With `again` it is retried once if there was no response."""
         queued_s = await self._turn()
         connection = await self._kept_or_new()
         try:
@@ -440,10 +435,10 @@ class ConnectionPool:
         reply.queued_s = queued_s
         return reply
 
-    async def ask_while_coming(
+    async def request_streaming(
         self, head: bytes, body: BodyStream, *, head_only: bool = False
     ) -> UpstreamResponse:
-        """Sends a request whose body is still coming, as fast as the upstream takes it.
+        """Sends a request whose body is still being received, with back-pressure.
 
         An upstream that answers before the end gets no more of it. Raises `BodyLostError` if there is no end.
         """
@@ -460,23 +455,23 @@ class ConnectionPool:
         except BaseException as error:
             connection.abort()
             if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # nobody else will look at it
+                answer.exception()  # mark as retrieved
             if isinstance(error, TimeoutError):
-                raise UpstreamLostError("the upstream did not answer in time", sent=True) from None
+                raise UpstreamLostError("the upstream response timed out", sent=True) from None
             raise
         reply.queued_s = queued_s
         return reply
 
     async def _pass_on(self, connection: UpstreamConnection, body: BodyStream) -> bool:
-        """The next piece of a body that is still coming; true if it was the last."""
+        """Sends the next piece of the body; True if it was the last."""
         piece = await body.read()
         if body.length is None:
             piece = chunk(piece) + (LAST_CHUNK if body.ended else b"")
         connection.send_more(piece, last=body.ended)
         return body.ended
 
-    async def ask_apart(self, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
-        """Sends a request on a connection of its own, for answers that take as long as they like."""
+    async def request_dedicated(self, request: bytes) -> tuple[UpstreamResponse, UpstreamConnection]:
+        """Sends a request on a dedicated connection, for long responses."""
         connection = await self._connect()
         try:
             return await connection.send(request, head_only=False), connection
@@ -488,16 +483,16 @@ class ConnectionPool:
         for connection in tuple(self._all):
             connection.abort()
 
-    # -- turns
+    # -- queue
 
     async def _turn(self) -> float:
-        """Waits for a turn; the answer is how long that took."""
+        """Waits for a free slot; returns the waiting time."""
         if self._free > 0 and not self._waiting:
             self._free -= 1
             return 0.0
         if len(self._waiting) >= self._queue_max:
             self.refused += 1
-            raise TailraceError("overloaded", "too many requests wait for the upstream")
+            raise TailraceError("overloaded", "the request queue of the upstream is full")
         begun = time.monotonic()
         turn = self._loop.create_future()
         self._waiting.append(turn)
@@ -549,7 +544,7 @@ class ConnectionPool:
                     lambda: UpstreamConnection(self._done), origin.host, origin.port, ssl=origin.tls
                 )
         except (OSError, TimeoutError) as error:
-            raise UpstreamLostError(f"the upstream cannot be reached: {error}", sent=False) from None
+            raise UpstreamLostError(f"cannot connect to the upstream: {error}", sent=False) from None
         connection.on_lost = self._lost
         self._all.add(connection)
         return connection
@@ -565,10 +560,10 @@ class ConnectionPool:
             raise
         except TimeoutError:
             connection.abort()
-            raise UpstreamLostError("the upstream did not answer in time", sent=True) from None
+            raise UpstreamLostError("the upstream response timed out", sent=True) from None
 
-    def let_go(self, reply: UpstreamResponse) -> None:
-        """An answer that has no end in sight gives its turn to others."""
+    def release(self, reply: UpstreamResponse) -> None:
+        """Releases the slot of a long response."""
         connection = reply.connection
         if connection is not None and connection in self._slots:
             self._slots.discard(connection)

@@ -1,17 +1,7 @@
 """The upstreams of an edge: health, placement of streams, load ramp, and reconnect back-off.
 
-Which servers are behind the upstreams: one behind all of them, or one behind each.
-
-How an upstream that came back is given its load again: a little at first, all of it after a while.
-
-What has just started is slow: its caches are empty, and everybody wants to come back at once.
-
-The upstreams of an edge: which one a stream is asked of, and which of them are well.
-
-How long somebody whose socket ended waits before the next: longer each time that it gets nowhere.
-
-An upstream's own back-off is for connections that fail. One that answers with a no, or closes the socket that
-it has just opened, is well, and would be asked again at once for as long as that goes on.
+Mode `any` has several addresses of one server, mode `sharded` one server behind each. An upstream that
+recovered gets its load step by step, because its caches are cold and all clients reconnect at once.
 """
 
 from __future__ import annotations
@@ -29,26 +19,27 @@ import xxhash
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.logging_setup import log_fields
 from tailrace.edge.requests import build_request
 from tailrace.edge.upstream_pool import ConnectionPool, UpstreamAddress, UpstreamLostError
 
-DIFFERENT_SERVERS = "the upstreams are different servers: mode any is for one"
-SAME_SERVER = "two upstreams are one server: mode sharded is for several"
+DIFFERENT_SERVERS = "upstreams are different servers: upstream mode any needs one server"
+SAME_SERVER = "two upstreams are the same server: upstream mode sharded needs different servers"
 
 
 class DeploymentCheck:
-    """Remembers what each upstream was, and says which of them would split streams."""
+    """Detects upstreams whose server does not fit the upstream mode."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self._accepted: dict[str, str] = {}  # by the id of the upstream
-        self._last: dict[str, str] = {}  # also of those that were turned away since
+        self._accepted: dict[str, str] = {}  # by upstream id
+        self._last: dict[str, str] = {}  # includes rejected ones
         self.on_change: Callable[[], None] = _nothing
 
     def judge(self, upstream_id: str, deployment: str) -> str:
-        """Why an upstream cannot be used, or nothing.
+        """Why an upstream cannot be used; empty if it can.
 
-        One that does not answer stays what it was: whoever comes up in its stead has to be the same server.
+        One that is down keeps its deployment: its replacement must be the same server.
         """
         others = [known for other, known in self._accepted.items() if other != upstream_id]
         if self._mode == "any" and any(known != deployment for known in others):
@@ -65,17 +56,17 @@ class DeploymentCheck:
 
 
 def _nothing() -> None:
-    """Nobody has to be told."""
+    """No listener."""
 
 
 FIRST_SHARE = 0.1
 RAMP_S = 10.0
-# Sockets that are opened at a time.
+# Sockets that are opened concurrently.
 OPENING_MAX = 64
 
 
 class LoadRamp:
-    """The share of its usual load that an upstream is given now."""
+    """The share of the full load that an upstream gets now."""
 
     def __init__(self, time: Callable[[], float]) -> None:
         self._time = time
@@ -89,14 +80,14 @@ class LoadRamp:
         passed = (self._time() - self._since) / RAMP_S
         return min(1.0, FIRST_SHARE + (1.0 - FIRST_SHARE) * passed)
 
-    def takes(self, key: str) -> bool:
-        """Whether a stream is among those it is given already; once it is, it stays."""
+    def includes(self, key: str) -> bool:
+        """Whether the share includes a stream; it stays included as the share grows."""
         share = self.share
         return share >= 1.0 or xxhash.xxh3_64_intdigest(key.encode(), seed=1) < share * 2**64
 
 
 class OpenLimiter:
-    """Turns to open a socket: so many at a time, and fewer at first."""
+    """Limits concurrent socket openings by the ramp."""
 
     def __init__(self, ramp: LoadRamp) -> None:
         self._ramp = ramp
@@ -128,7 +119,7 @@ class OpenLimiter:
         while self._waiting and self.active < self.allowed:
             turn = self._waiting.popleft()
             if not turn.done():
-                self.active += 1  # on behalf of whoever is let in
+                self.active += 1  # for the waiter that continues
                 turn.set_result(None)
 
 
@@ -138,17 +129,17 @@ CHECK_S = 2.0
 CHECK_ANSWER_S = 1.0
 FAILED_CHECKS_MAX = 3
 GOOD_CHECKS_MIN = 2
-# So many connections that fail within this time take an upstream out, too.
+# This many failed connections within this time make an upstream unhealthy, too.
 FAILED_CONNECTS_MAX = 5
 FAILED_CONNECTS_S = 10.0
-# A lost socket is opened again after so long, doubling with each failure, all of it random.
+# Back-off before a lost socket is reopened: doubled with each failure, full jitter.
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 10.0
 READY_BYTES_MAX = 64 * 1024
 
 
 class Upstream:
-    """One door: its connections, its health, and the pause that all its lost sockets share."""
+    """One upstream: its connections, its health, and the back-off that its lost sockets share."""
 
     def __init__(
         self,
@@ -161,25 +152,25 @@ class Upstream:
         self.id = origin.id
         bounds = (limits.edge_upstream_connections, limits.edge_upstream_queue, limits.edge_answer_ms / 1000)
         self.pool = ConnectionPool(origin, *bounds)
-        # For requests that are still coming: a client that sends slowly takes nobody else's turn.
+        # For streaming uploads, so that slow clients do not block other requests.
         self.uploads = ConnectionPool(origin, *bounds)
-        self.healthy = True  # until proven otherwise: the first request finds out
+        self.healthy = True  # until a check or request fails
         self.deployment = ""
-        self.wrong: str = ""  # why it is not used, however well it is
-        # Loop time since which it may be another server, because connections to it failed.
-        self.doubted_at: float | None = None
+        self.wrong: str = ""  # why it is not used, healthy or not
+        # Loop time since which it is suspect (may be another server), because connections failed.
+        self.suspect_since: float | None = None
         self._deployments = DeploymentCheck("single") if deployments is None else deployments
-        self._looking: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         self._time = time = asyncio.get_running_loop().time
-        self.ramp = LoadRamp(time)  # of requests, after it was out
-        self._reopening = LoadRamp(time)  # of lost sockets, after they could not be opened
+        self.ramp = LoadRamp(time)  # of requests, after it was unhealthy
+        self._reopening = LoadRamp(time)  # of lost sockets, after failed openings
         self.opening = OpenLimiter(self._reopening)
         self._edge_id = edge_id
         self._failures = 0
         self._back = asyncio.Event()
         self._bad_checks = 0
         self._good_checks = 0
-        self.reached = False  # nobody is given the benefit of the doubt before the first good look
+        self.reached = False  # True after the first good check
         self._lost_at: deque[float] = deque(maxlen=FAILED_CONNECTS_MAX)
 
     @property
@@ -191,7 +182,7 @@ class Upstream:
         return self.healthy and not self.wrong
 
     async def pause(self) -> None:
-        """Waits before a lost socket is opened again; shorter if the upstream is seen to be back."""
+        """Back-off before a lost socket is reopened; ends early when the upstream recovers."""
         most = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2**self._failures)
         try:
             async with asyncio.timeout(random.uniform(0, most)):  # noqa: S311 - spreads load
@@ -199,63 +190,63 @@ class Upstream:
         except TimeoutError:
             return
 
-    def note_opened(self) -> None:
+    def record_opened(self) -> None:
         if self._failures:
             self._came_back()
-            self._look()
+            self._start_check()
 
     async def settle(self) -> None:
-        """Looks at an upstream that is in doubt; all who wonder at once look together."""
-        for _ in range(2):  # the first look may have begun before the doubt did
-            if self.doubted_at is not None:
-                await asyncio.shield(self._look())
+        """Checks a suspect upstream; concurrent callers share one check."""
+        for _ in range(2):  # the first check may have started before the failure
+            if self.suspect_since is not None:
+                await asyncio.shield(self._start_check())
 
-    async def look_now(self) -> bool:
-        """Whether it answers: by a look that begins now, or by one under way if that goes well."""
-        looks_under_way = self._looking is not None and not self._looking.done()
-        await asyncio.shield(self._look())
-        if self.doubted_at is not None and looks_under_way:
-            await asyncio.shield(self._look())
-        return self.doubted_at is None and not self.wrong
+    async def check_now(self) -> bool:
+        """Whether it is ready, by a check that starts now, or by a good one in progress."""
+        is_checking = self._checking is not None and not self._checking.done()
+        await asyncio.shield(self._start_check())
+        if self.suspect_since is not None and is_checking:
+            await asyncio.shield(self._start_check())
+        return self.suspect_since is None and not self.wrong
 
-    def _look(self) -> asyncio.Task[None]:
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self.check())
-        return self._looking
+    def _start_check(self) -> asyncio.Task[None]:
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.get_running_loop().create_task(self.check())
+        return self._checking
 
     def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
         for pool in self.pools:
             pool.close()
 
-    def doubt(self) -> None:
-        """It did not answer as it should; the next good look at it ends the doubt."""
-        if self.doubted_at is None:
-            self.doubted_at = self._time()
+    def mark_suspect(self) -> None:
+        """Marks it as suspect until the next good check."""
+        if self.suspect_since is None:
+            self.suspect_since = self._time()
 
     def _came_back(self) -> None:
-        """Those who wait for it may try, in their turn."""
+        """Wakes the sockets that wait to be reopened."""
         self._failures = 0
         self._reopening.begin()
         self._back.set()
         self._back = asyncio.Event()
 
-    def note_failed(self, now: float) -> None:
-        """A connection could not be made or broke."""
-        self.doubt()
+    def record_failed(self, now: float) -> None:
+        """A connection failed."""
+        self.mark_suspect()
         self._failures = min(self._failures + 1, 10)
         self._lost_at.append(now)
         if len(self._lost_at) == FAILED_CONNECTS_MAX and now - self._lost_at[0] <= FAILED_CONNECTS_S:
             self._set_health(False)
 
     async def check(self) -> None:
-        """One look at `/readyz`."""
+        """One request of `/readyz`."""
         asked_at = self._time()
         ready = await self._ready()
         if ready:
-            if self.doubted_at is not None and self.doubted_at <= asked_at:
-                self.doubted_at = None
+            if self.suspect_since is not None and self.suspect_since <= asked_at:
+                self.suspect_since = None
             if self._failures:
                 self._came_back()
             self._bad_checks = 0
@@ -265,7 +256,7 @@ class Upstream:
                 self._lost_at.clear()
                 self._set_health(True)
         else:
-            self.doubt()
+            self.mark_suspect()
             self._good_checks = 0
             self._bad_checks += 1
             if self._bad_checks >= FAILED_CHECKS_MAX or not self.reached:
@@ -275,7 +266,7 @@ class Upstream:
         request = build_request(b"GET", b"/readyz", self.origin.host_header, self._edge_id, None)
         try:
             async with asyncio.timeout(CHECK_ANSWER_S):
-                reply, connection = await self.pool.ask_apart(request)
+                reply, connection = await self.pool.request_dedicated(request)
                 try:
                     body = await reply.body(READY_BYTES_MAX)
                 finally:
@@ -291,14 +282,14 @@ class Upstream:
         return True
 
     def _note_deployment(self, deployment: str) -> None:
-        """Before anybody is sent there: another server must not be given what belongs to this one."""
+        """Checks the deployment before requests are routed there."""
         wrong = self._deployments.judge(self.id, deployment) if deployment else ""
         if wrong != self.wrong:
             self.wrong = wrong
             if wrong:
-                logger.error("upstream %s is not used: %s", self.id, wrong)
+                logger.error("upstream rejected", extra=log_fields(upstream=self.id, reason=wrong))
             else:
-                logger.warning("upstream %s is used again", self.id)
+                logger.warning("upstream accepted again", extra=log_fields(upstream=self.id))
         self.deployment = "" if wrong else deployment
 
     def _set_health(self, healthy: bool) -> None:
@@ -306,11 +297,12 @@ class Upstream:
             self.healthy = healthy
             if healthy:
                 self.ramp.begin()
-            logger.warning("upstream %s is %s", self.id, "back" if healthy else "out")
+            event = "upstream is healthy" if healthy else "upstream is unhealthy"
+            logger.warning(event, extra=log_fields(upstream=self.id))
 
 
 class Upstreams:
-    """All doors, and the order in which a stream tries them."""
+    """All upstreams, and the placement of streams on them."""
 
     def __init__(self, origins: list[UpstreamAddress], mode: str, limits: Limits, edge_id: bytes) -> None:
         self.deployments = DeploymentCheck(mode)
@@ -320,7 +312,7 @@ class Upstreams:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """A first look at all of them, then one every two seconds."""
+        """Checks all upstreams once, then every two seconds."""
         await asyncio.gather(*(upstream.check() for upstream in self.all))
         for upstream in self.all:
             if upstream.wrong:
@@ -334,8 +326,8 @@ class Upstreams:
         for upstream in self.all:
             upstream.close()
 
-    def of(self, name: str) -> Upstream:
-        """The upstream that a stream is asked of, or `unavailable`."""
+    def for_stream(self, name: str) -> Upstream:
+        """The upstream for requests of a stream; raises `unavailable`."""
         if len(self.all) == 1:
             return self.all[0]
         key = placement_key(name)
@@ -343,28 +335,28 @@ class Upstreams:
         if self.mode == "sharded":
             first = self._by_id[order[0]]
             if not first.usable:
-                raise TailraceError("unavailable", "the server of this stream does not answer")
+                raise TailraceError("unavailable", "the upstream of this stream is unavailable")
             return first
         right = [self._by_id[upstream_id] for upstream_id in order if not self._by_id[upstream_id].wrong]
-        # Who has never answered, or whose connections have just failed, may turn out to be another server.
+        # One that never answered, or whose connections just failed, may be another server.
         known = [upstream for upstream in right if upstream.reached] or right
         well = [upstream for upstream in known if upstream.healthy]
-        sure = [upstream for upstream in well if upstream.doubted_at is None]
-        # One that has just come back is given a few of its streams, then more of them.
-        ready = (upstream for upstream in sure if upstream.ramp.takes(key))
+        sure = [upstream for upstream in well if upstream.suspect_since is None]
+        # A recovered one gets a growing share of its streams.
+        ready = (upstream for upstream in sure if upstream.ramp.includes(key))
         found = next(ready, None) or next(iter(sure or well or known), None)
         if found is None:
-            raise TailraceError("unavailable", "the upstreams are others than they were")
+            raise TailraceError("unavailable", "every upstream was replaced by a different server")
         return found
 
     def home(self, name: str) -> Upstream:
-        """The upstream that what is kept of a stream came from; also while it does not answer."""
+        """The upstream that cached slices of a stream came from, healthy or not."""
         if self.mode != "sharded" or len(self.all) == 1:
             return self.any()
         return self._by_id[rendezvous_order(placement_key(name), list(self._by_id))[0]]
 
     def any(self) -> Upstream:
-        """For requests that belong to no stream."""
+        """An upstream for requests without a stream."""
         right = [upstream for upstream in self.all if not upstream.wrong] or self.all
         return next((upstream for upstream in right if upstream.healthy), right[0])
 
@@ -374,12 +366,12 @@ class Upstreams:
 
     @property
     def wrong(self) -> dict[str, str]:
-        """Those that are turned away, and why."""
+        """Rejected upstreams and the reason."""
         return {upstream.id: upstream.wrong for upstream in self.all if upstream.wrong}
 
     @property
     def deployment(self) -> str:
-        """What is behind this edge: the same name as long as it is the same server, or the same servers."""
+        """Identifies the server, or the set of servers, behind this edge."""
         if self.mode != "sharded":
             return self.any().deployment
         joined = " ".join(sorted(upstream.deployment for upstream in self.all))
@@ -387,7 +379,7 @@ class Upstreams:
 
     @property
     def ready(self) -> bool:
-        """Whether every stream can be served: one door is enough unless each has streams of its own."""
+        """Whether every stream can be served: sharded mode needs all upstreams, else one is enough."""
         missing = len(self.unhealthy)
         return missing == 0 if self.mode == "sharded" else missing < len(self.all)
 
@@ -398,12 +390,12 @@ class Upstreams:
 
 
 def placement_key(name: str) -> str:
-    """What a stream is placed by: all partitions of one collection go together."""
+    """The placement key of a stream; partitions of one collection share it."""
     return name.rpartition("/")[0] if name.startswith("__changes__/") else name
 
 
 def rendezvous_order(key: str, ids: list[str]) -> list[str]:
-    """Rendezvous hashing: taking one upstream away moves only the streams that it had."""
+    """Rendezvous hashing: removing an upstream moves only its own streams."""
 
     def weight(upstream_id: str) -> int:
         return xxhash.xxh3_64_intdigest(upstream_id.encode() + b"\0" + key.encode())
@@ -411,29 +403,29 @@ def rendezvous_order(key: str, ids: list[str]) -> list[str]:
     return sorted(ids, key=weight, reverse=True)
 
 
-# A socket that was open so long did its work: what happens to it then is the first setback of a new row.
+# A socket that was open this long resets the back-off.
 SETTLED_S = 10.0
 
 
 class ReconnectBackoff:
-    """Of one follower, in a row."""
+    """Back-off of one follower, for sockets that are refused or closed by a healthy upstream."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def note(self) -> None:
-        """An attempt was answered, and led nowhere."""
+        """Counts an attempt that the upstream refused."""
         self._count = min(self._count + 1, 10)
 
     def note_ended(self, open_s: float) -> bool:
-        """A socket ended after so long; true if that is the first setback."""
+        """Counts a closed socket; True if it is the first failure in a row."""
         if open_s >= SETTLED_S:
             self._count = 0
         self.note()
         return self._count == 1
 
     async def pause(self) -> None:
-        """Not at all after the first, then up to twice as long each time, all of it random."""
+        """No pause after the first failure, then doubled each time, full jitter."""
         if self._count > 1:
             most = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (self._count - 1))
             await asyncio.sleep(random.uniform(0, most))  # noqa: S311 - spreads load

@@ -16,7 +16,7 @@ WILDCARDS_MAX: Final = 8
 TOPIC_BYTES_MAX: Final = 256
 MAILBOX_PREFIX: Final = "hub/mbox/"
 TOPIC_PREFIX: Final = "hub/topic/"
-# Addresses that were seen lately are not looked at again. A full cache holds about 3 MiB.
+# Parsed addresses are cached. A full cache holds about 3 MiB.
 _ADDRESS_CACHE_MAX: Final = 8192
 
 _PATH: Final = re.compile(r"[A-Za-z0-9_.:~-]+(?:/[A-Za-z0-9_.:~-]+)*+")
@@ -39,13 +39,13 @@ def parse_address(text: str, field: str = "actorAddress") -> str:
 @lru_cache(_ADDRESS_CACHE_MAX)
 def _parse_path(text: str) -> str:
     if len(text) > ADDRESS_BYTES_MAX:
-        raise ValueError(f"an address has at most {ADDRESS_BYTES_MAX} bytes")
+        raise ValueError(f"an address must have at most {ADDRESS_BYTES_MAX} bytes")
     path = text[2:-1]
     if text[:2] != "@(" or text[-1:] != ")" or not _PATH.fullmatch(path):
-        raise ValueError("an address is @(segment/segment...) of A-Z, a-z, 0-9, '-', '_', '.', ':', '~'")
+        raise ValueError("an address must be @(segment/segment...) of A-Z, a-z, 0-9, '-', '_', '.', ':', '~'")
     segments = path.split("/")
     if len(segments) > SEGMENTS_MAX:
-        raise ValueError(f"an address has at most {SEGMENTS_MAX} segments")
+        raise ValueError(f"an address must have at most {SEGMENTS_MAX} segments")
     _check_segments(segments)
     return path
 
@@ -63,7 +63,7 @@ def format_address(path: str) -> str:
 
 
 def mailbox_stream(path: str) -> str:
-    """Where the messages of a durable actor are kept."""
+    """The stream of a durable actor's messages."""
     return f"{MAILBOX_PREFIX}{path}"
 
 
@@ -139,7 +139,7 @@ def parse_topic(text: str, field: str = "topic", *, durable: bool = False) -> st
 
 
 def durable_topic_error(topic: str) -> str | None:
-    """Why no stream can keep this topic, or None if one can."""
+    """Why this topic cannot be a stream name; None if it can."""
     segments = topic.split("/")
     if "" in segments:
         return "a durable topic has no empty segment"
@@ -190,7 +190,7 @@ class _TrieNode(Generic[ValueT]):
 
     def __init__(self) -> None:
         self.below: dict[str, _TrieNode[ValueT]] = {}
-        # Kept in the order in which they came; a dict is a set with an order.
+        # A dict as an ordered set: insertion order.
         self.ends: dict[ValueT, None] = {}
         self.rests: dict[ValueT, None] = {}
 
@@ -223,7 +223,7 @@ class TopicTrie(Generic[ValueT]):
         held[value] = None
 
     def remove(self, wanted: TopicFilter, value: ValueT) -> bool:
-        """Whether it was there. Nodes that nobody needs any more go with it."""
+        """Whether it was present. Removes nodes that became empty."""
         path = [self._root]
         for segment in wanted.segments:
             below = path[-1].below.get(segment)

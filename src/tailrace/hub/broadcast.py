@@ -1,12 +1,8 @@
-"""Handler of hub:broadcast: batches of recipients, several broadcasts in step.
+"""Handler of `hub:broadcast`, and the batching of broadcasts that are in progress.
 
-Broadcasts of one session that are under way: one after the other, or side by side if they go to the same.
-
-A connection that is given two copies in one turn of the loop is written to once. So broadcasts that follow
-each other closely, to the same recipients, go in step: none overtakes the one before it, and once they are
-abreast, all together have as many copies in a turn as one alone would have.
-
-`hub:broadcast`: one message to everybody who is registered, or to those that a pattern picks.
+A broadcast is delivered in batches of recipients, with other work between the batches. Broadcasts of one
+session run in order. One that follows closely and has the same recipients joins those before it: it never
+overtakes them, and a connection that gets several copies in one batch is written to once.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from tailrace.hub.addresses import AddressPattern
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
 from tailrace.hub.delivery_queues import BROADCAST, BROADCAST_STREAM, BroadcastEntry, Cursor
 from tailrace.hub.effects import Append, AppendOutcome, Defer
-from tailrace.hub.envelope import SharedEnvelope, encode_shared, new_id
+from tailrace.hub.envelope import SharedEnvelope, new_id
 from tailrace.hub.errors import HubError, to_hub_error
 from tailrace.hub.flow_control import FULL, SENT, SLOW, WAITING, Recipient, send_to_many
 from tailrace.hub.registry import REGISTRY_STREAM, Registration, RegistryQuery
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
 
 BATCH_RECIPIENTS: Final = 100
 CONCURRENT_BROADCASTS_MAX: Final = 4
-# Whoever comes later than this waits: those in front would have to wait for it.
+# A broadcast that starts later than this waits: joining would delay those before it.
 JOIN_RECIPIENTS_MAX: Final = 3 * BATCH_RECIPIENTS
 BROADCAST_TYPE: Final = "hub:broadcast"
 
@@ -53,14 +49,14 @@ _decode_type: Final = msgspec.json.Decoder(_TypeOnly).decode
 class BroadcastBatching:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._under_way: dict[Session, list[ActiveBroadcast]] = {}  # in the order in which they were accepted
+        self._under_way: dict[Session, list[ActiveBroadcast]] = {}  # in order of acceptance
 
-    def takes(self, session: Session, frame: bytes) -> bool:
-        """Whether a message may be looked at although the broadcast before it is under way."""
+    def accepts(self, session: Session, frame: bytes) -> bool:
+        """Whether a frame may be processed while a broadcast of its session is in progress."""
         line = self._under_way.get(session)
         if not line or len(line) >= CONCURRENT_BROADCASTS_MAX or line[0].place > JOIN_RECIPIENTS_MAX:
             return False
-        return line[0].is_direct and all(one.is_in_step for one in line[1:]) and _is_broadcast(frame)
+        return line[0].is_direct and all(one.is_joined for one in line[1:]) and _is_broadcast(frame)
 
     def add(self, broadcast: ActiveBroadcast, now_ms: int) -> None:
         line = self._under_way.setdefault(broadcast.session, [])
@@ -68,51 +64,51 @@ class BroadcastBatching:
         if len(line) == 1:
             broadcast.begin(now_ms)
         elif broadcast.is_direct and broadcast.recipients == line[0].recipients:
-            broadcast.is_in_step = True
+            broadcast.is_joined = True
             self._hub.count("messages", "broadcast/ok")
             if line[0].place <= BATCH_RECIPIENTS:
-                # It came right behind: what it says first is written with what was said before it.
-                broadcast.give(line[0].place, now_ms)
+                # Close behind: its first copies are written together with those of the one before.
+                broadcast.deliver(line[0].place, now_ms)
 
     def remove(self, broadcast: ActiveBroadcast, now_ms: int) -> None:
-        """It came to nothing."""
+        """The broadcast failed."""
         self._under_way[broadcast.session].remove(broadcast)
         self._next(broadcast.session, now_ms)
 
-    def go_on(self, session: Session, now_ms: int) -> None:
-        """The next batch, then a turn for the others."""
+    def send_batch(self, session: Session, now_ms: int) -> None:
+        """Delivers the next batch, then yields to other work."""
         failpoints.reached("hub.before_batch")
         line = self._under_way[session]
-        abreast = [line[0], *takewhile(lambda one: one.is_in_step, line[1:])]
+        abreast = [line[0], *takewhile(lambda one: one.is_joined, line[1:])]
         room = BATCH_RECIPIENTS
         for before, one in pairwise(abreast):
-            # Whoever joined late catches up first.
-            room -= one.give(min(room, before.place - one.place), now_ms)
+            # Broadcasts that joined late catch up first.
+            room -= one.deliver(min(room, before.place - one.place), now_ms)
         if room == BATCH_RECIPIENTS:
             for one in abreast:
-                one.give(BATCH_RECIPIENTS // len(abreast), now_ms)
+                one.deliver(BATCH_RECIPIENTS // len(abreast), now_ms)
         for one in abreast:
             if one.is_done:
                 failpoints.reached("hub.before_broadcast_ack")
                 line.remove(one)
                 one.acknowledge(now_ms)
             else:
-                one.tell_progress(now_ms)
+                one.send_progress(now_ms)
         if abreast[-1].is_done:
             self._next(session, now_ms)
         else:
-            self._hub.effects.append(Defer(partial(self.go_on, session)))
-            self._hub.go_on(session, now_ms)
+            self._hub.effects.append(Defer(partial(self.send_batch, session)))
+            self._hub.resume_frames(session, now_ms)
 
     def _next(self, session: Session, now_ms: int) -> None:
-        """None of those that go side by side is left."""
+        """All joined broadcasts are done: starts the next one, or resumes the session."""
         line = self._under_way[session]
         if line:
             line[0].begin(now_ms)
             return
         del self._under_way[session]
         session.broadcasting = False
-        self._hub.go_on(session, now_ms)
+        self._hub.resume_frames(session, now_ms)
 
 
 def _is_broadcast(frame: bytes) -> bool:
@@ -129,21 +125,21 @@ PROGRESS_MS: Final = 100
 
 
 class ActiveBroadcast:
-    """One broadcast under way. Others are served between its batches: see `convoys`."""
+    """One broadcast in progress; BroadcastBatching decides when its next batch is due."""
 
     __slots__ = (
         "_copy",
         "_frame",
         "_hub",
+        "_progress_sent",
         "_query",
         "_request",
         "_seen",
         "_stored",
-        "_told",
         "delivered",
         "entry",
         "failed",
-        "is_in_step",
+        "is_joined",
         "offset",
         "place",
         "queued",
@@ -168,27 +164,19 @@ class ActiveBroadcast:
         self._query = query
         self._copy = copy
         self._seen = seen
-        self._frame: SharedEnvelope = encode_shared(
-            from_=copy.sender,
-            type=copy.type,
-            payload=copy.payload,
-            timestamp=copy.timestamp,
-            correlation_id=copy.correlation_id,
-            metadata=copy.metadata + b"}",
-            ttl=copy.ttl,
-        )
-        boxes = hub.mailboxes.boxes
-        self._stored = {one.path for one in recipients if one.options.durable or one.path in boxes}
+        self._frame: SharedEnvelope = copy.shared()
+        queues = hub.mailboxes.queues
+        self._stored = {one.path for one in recipients if one.options.durable or one.path in queues}
         self.place = 0  # of the next recipient
-        self.is_in_step = False  # with the one before it
-        self._told = (0, 0)
+        self.is_joined = False  # with the one before it
+        self._progress_sent = (0, 0)
         self.delivered = self.queued = self.failed = 0
         self.entry = 0
         self.offset: str | None = None
 
     @property
     def is_direct(self) -> bool:
-        """It touches no disk."""
+        """Whether nothing of it is stored."""
         return not self._stored
 
     @property
@@ -200,7 +188,7 @@ class ActiveBroadcast:
         self.session.broadcasting = True
         if not self._stored:
             hub.count("messages", "broadcast/ok")
-            hub.convoys.go_on(self.session, now_ms)
+            hub.broadcasts.send_batch(self.session, now_ms)
             return
         streams = hub.streams
         entry = BroadcastEntry(
@@ -210,28 +198,28 @@ class ActiveBroadcast:
             streams.offset(REGISTRY_STREAM, streams.tail(REGISTRY_STREAM) or 0),
         )
         body = msgspec.json.encode(entry)
-        hub.append(Append(BROADCAST_STREAM, body, self._kept, key=self._copy.sender.encode()))
+        hub.append(Append(BROADCAST_STREAM, body, self._on_stored, key=self._copy.sender.address.encode()))
 
-    def _kept(self, settled: AppendOutcome, now_ms: int) -> None:
+    def _on_stored(self, settled: AppendOutcome, now_ms: int) -> None:
         hub = self._hub
         if settled.error is not None:
             self._seen[0].forget(self._request.id)
             hub.count("messages", "broadcast/refused")
-            hub.refuse_request(self.session, self._request, to_hub_error(settled.error), now_ms)
-            hub.convoys.remove(self, now_ms)
+            hub.send_request_error(self.session, self._request, to_hub_error(settled.error), now_ms)
+            hub.broadcasts.remove(self, now_ms)
             return
         hub.count("messages", "broadcast/ok")
         self.entry, self.offset = settled.entry, settled.offset
-        hub.mailboxes.begun.setdefault(BROADCAST_STREAM, settled.entry)
+        hub.mailboxes.first_entries.setdefault(BROADCAST_STREAM, settled.entry)
         offset, trace = settled.offset, hub.trace
-        trace.note("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCAST_STREAM, offset=offset)
-        hub.convoys.go_on(self.session, now_ms)
+        trace.record("accepted", self._copy, now_ms, kind="broadcast", stream=BROADCAST_STREAM, offset=offset)
+        hub.broadcasts.send_batch(self.session, now_ms)
 
-    def give(self, most: int, now_ms: int) -> int:
-        """To the next recipients, and how many they are."""
+    def deliver(self, most: int, now_ms: int) -> int:
+        """Delivers to at most `most` further recipients, and returns how many."""
         batch = self.recipients[self.place : self.place + most]
         self.place += len(batch)
-        self._give(batch, now_ms)
+        self._deliver(batch, now_ms)
         return len(batch)
 
     def acknowledge(self, now_ms: int) -> None:
@@ -245,19 +233,19 @@ class ActiveBroadcast:
         }
         if self._hub.options.on_broadcast is not None:
             self._hub.options.on_broadcast((now_ms - self._copy.timestamp) / 1000)
-        frame = self._hub.reply(self.session, self._request, "hub:broadcast_ack", payload, now_ms)
+        frame = self._hub.send_reply(self.session, self._request, "hub:broadcast_ack", payload, now_ms)
         for waiter in self._seen[0].answer(self._seen[1], frame):
             if waiter is not self.session and isinstance(waiter, Session):
-                self._hub.control(waiter, frame)
+                self._hub.send_control(waiter, frame)
 
-    def _give(self, batch: list[Registration], now_ms: int) -> None:
+    def _deliver(self, batch: list[Registration], now_ms: int) -> None:
         hub, session, stored = self._hub, self.session, self._stored
         known = hub.registry.by_path
         recipients: list[Recipient] = []
         for found in batch:
             path, recipient = found.path, found.session
             if path in stored:
-                self._give_stored(found, now_ms)
+                self._deliver_stored(found, now_ms)
             elif recipient is None or known.get(path) is not found:
                 self.failed += 1
             else:
@@ -266,7 +254,7 @@ class ActiveBroadcast:
         self.delivered += len(recipients) - len(left)
         for recipient, path in left:
             frame = self._frame.frame(new_id(now_ms), f"@({path})")
-            outcome = hub.flow.offer(recipient, frame, now_ms, session)
+            outcome = hub.flow_control.offer(recipient, frame, now_ms, session)
             if outcome == SENT:
                 self.delivered += 1
             else:
@@ -280,40 +268,40 @@ class ActiveBroadcast:
         if outcome in (SLOW, FULL):
             hub = self._hub
             copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=f"@({path})")
-            hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
+            hub.dead_letters.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
             if outcome == SLOW:
-                hub.flow.drop(recipient, size, now_ms)
+                hub.flow_control.drop(recipient, size, now_ms)
 
-    def _give_stored(self, found: Registration, now_ms: int) -> None:
-        """It is in the log: whoever is at the end of it gets it now, others when they come to it."""
-        box = self._hub.mailboxes.boxes.get(found.path)
-        if box is None or box.session is None:
-            self._hold_for(found.path)
+    def _deliver_stored(self, found: Registration, now_ms: int) -> None:
+        """The broadcast is in the log: a queue that is caught up gets it now, others when they read it."""
+        queue = self._hub.mailboxes.queues.get(found.path)
+        if queue is None or queue.session is None:
+            self._set_cursor(found.path)
             self.queued += 1
             return
-        feed = self._hub.mailboxes.feed(box, BROADCAST_STREAM, BROADCAST, begin=self.entry - 1)
+        feed = self._hub.mailboxes.feed(queue, BROADCAST_STREAM, BROADCAST, begin=self.entry - 1)
         copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=found.address)
-        self._hub.mailboxes.arrived(box, feed, self.entry, copy, now_ms)
+        self._hub.mailboxes.on_appended(queue, feed, self.entry, copy, now_ms)
         if feed.sent >= self.entry:
             self.delivered += 1
         else:
             self.queued += 1
 
-    def _hold_for(self, path: str) -> None:
-        """Somebody away begins here if it never read a broadcast: it is not to go before."""
+    def _set_cursor(self, path: str) -> None:
+        """Gives an offline actor without a cursor its start, so that the entry is not trimmed before."""
         cursors = self._hub.mailboxes.cursors
-        if cursors.of(path, BROADCAST_STREAM) is None:
-            cursors.put(path, BROADCAST_STREAM, Cursor(self.entry - 1, self.entry - 1))
-            cursors.moved(path, BROADCAST_STREAM)
+        if cursors.get(path, BROADCAST_STREAM) is None:
+            cursors.set(path, BROADCAST_STREAM, Cursor(self.entry - 1, self.entry - 1))
+            cursors.mark_dirty(path, BROADCAST_STREAM)
 
-    def tell_progress(self, now_ms: int) -> None:
+    def send_progress(self, now_ms: int) -> None:
         if "broadcast-progress" not in self.session.features:
             return
-        place, at = self._told
+        place, at = self._progress_sent
         if self.place - place < PROGRESS_RECIPIENTS and (not at or now_ms - at < PROGRESS_MS):
-            self._told = (place, at or now_ms)
+            self._progress_sent = (place, at or now_ms)
             return
-        self._told = (self.place, now_ms)
+        self._progress_sent = (self.place, now_ms)
         total = len(self.recipients)
         payload = {
             "messageId": self._request.id,
@@ -323,7 +311,7 @@ class ActiveBroadcast:
             "remaining": total - self.place,
             "total": total,
         }
-        self._hub.reply(self.session, self._request, "hub:broadcast_progress", payload, now_ms)
+        self._hub.send_reply(self.session, self._request, "hub:broadcast_progress", payload, now_ms)
 
 
 def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
@@ -331,7 +319,7 @@ def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
     capability, text = request.text("targetCapability"), request.payload.text("pattern")
     excludes = request.truth("excludeSelf") is True
     pattern = None if text is None else AddressPattern(text)
-    if not hub.policy.may(session.actor, "broadcast"):
+    if not hub.policy.may(session.principal, "broadcast"):
         raise hub.denied(session, "broadcast", "denied by policy", "", now_ms)
     seen = check_duplicate(hub, session, request, now_ms)
     if seen is None:
@@ -344,19 +332,19 @@ def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
     registry = hub.registry
     recipients = [
         found
-        for found in (registry.everybody(now_ms) if query.is_for_all else registry.matching(query, now_ms))
+        for found in (registry.active(now_ms) if query.is_for_all else registry.matching(query, now_ms))
         if not (excludes and found.session is session)
         and (found.session is not None or found.options.durable)
     ]
     try:
-        hub.rates.take(session.path, "recipients", max(1, len(recipients)), now_ms)
+        hub.rates.consume(session.path, "recipients", max(1, len(recipients)), now_ms)
     except HubError:
         seen[0].forget(request.id)
         raise
     own = b'"broadcast":true,"via":%b,"hubSeq":%d' % (hub.via, hub.next_seq(now_ms))
     copy = OutgoingMessage(
         new_id(now_ms),
-        f"@({request.sender})",
+        request.sender,
         "",
         kind,
         data,
@@ -366,4 +354,4 @@ def broadcast(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> N
         ttl=request.envelope.ttl,
     )
     asked: dict[str, object] = {"pattern": text, "capability": capability, "excludeSelf": excludes}
-    hub.convoys.add(ActiveBroadcast(hub, session, request, recipients, copy, seen, asked), now_ms)
+    hub.broadcasts.add(ActiveBroadcast(hub, session, request, recipients, copy, seen, asked), now_ms)

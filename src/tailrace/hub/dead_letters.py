@@ -1,11 +1,7 @@
 """Dead letters: undeliverable and rejected messages, with the reason.
 
-Dead letters: which message could not be delivered, and why. Nothing vanishes without a count.
-
-Rejected messages on their way to the dead letters.
-
-A position may pass a message only when its letter is durable, or a crash in between would lose it without a
-trace. Whoever rejects waits for the letter; whoever rejects it meanwhile waits for the same letter.
+The cursor of a mailbox may pass a rejected message only when its dead letter is durable: a crash in between
+would lose the message. Concurrent rejections of one message wait for the same letter.
 """
 
 from __future__ import annotations
@@ -32,11 +28,11 @@ if TYPE_CHECKING:
 DEAD_LETTERS_STREAM: Final = "hub/dead-letters"
 LETTERS_PER_SECOND_MAX: Final = 100  # of one identity; beyond, equal ones are merged
 MERGED_MAX: Final = 10_000
-WAITING_BYTES_MAX: Final = 2**30  # it was let in before
+WAITING_BYTES_MAX: Final = 2**30  # checked when it was accepted
 
 
 class DeadLetter(msgspec.Struct, rename="camel"):
-    """One entry of the stream."""
+    """One entry of hub/dead-letters."""
 
     id: str
     reason: str
@@ -73,13 +69,13 @@ class DeadLetters:
         trace: Any = None,
         then: Callable[[AppendOutcome, int], None] | None = None,
     ) -> None:
-        """Off the path. Accepted messages are never merged; others are, once there are too many."""
+        """Accepted messages are never merged; others are merged above the rate limit."""
         self._hub.count("dead_letters", reason)
-        self._hub.trace.note("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
+        self._hub.trace.record("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
         letter = DeadLetter(
             f"dl-{new_id(now_ms)}",
             reason,
-            copy.sender,
+            copy.sender.address,
             copy.to,
             Raw(copy.frame()),
             stream,
@@ -91,8 +87,8 @@ class DeadLetters:
             trace,
             cursor,
         )
-        if accepted_ms is None and then is None and not self._within_rate(copy.sender, now_ms):
-            key = (reason, copy.sender, copy.to)
+        if accepted_ms is None and then is None and not self._within_rate(copy.sender.address, now_ms):
+            key = (reason, copy.sender.address, copy.to)
             known = self._merged.get(key)
             if known is not None:
                 known.count += 1
@@ -120,16 +116,16 @@ class DeadLetters:
         )
 
     def session_ended(self, session: Session, now_ms: int) -> None:
-        """What waited for a client that did not come back."""
-        waiting, session.waiting = session.waiting, None
+        """Dead-letters the resume buffer of a client that did not reconnect."""
+        waiting, session.resume_buffer = session.resume_buffer, None
         for frame in waiting or ():
             copy = outgoing_from_envelope(parse_envelope(frame, WAITING_BYTES_MAX))
-            if copy.sender != self._hub.options.address:
+            if copy.sender.address != self._hub.options.address:
                 self.write("resume_expired", copy, now_ms)
         session.detached_bytes = 0
 
     def flush(self) -> None:
-        """What was merged is written; each second anew."""
+        """Writes the merged letters, once a second."""
         for letter in self._merged.values():
             self._append(letter)
         self._merged.clear()
@@ -143,10 +139,10 @@ class RejectedMessages:
         self._hub = hub
         self._waiting: dict[tuple[str, str, int], list[RejectedCallback]] = {}  # by owner, stream and entry
 
-    def bury(
-        self, box: DeliveryQueue, feed: Feed, entries: set[int], then: RejectedCallback, now_ms: int
+    def dead_letter(
+        self, queue: DeliveryQueue, feed: Feed, entries: set[int], then: RejectedCallback, now_ms: int
     ) -> None:
-        """`then` is told once, when all letters are durable or one cannot be written."""
+        """Calls `then` once, when all letters are durable or one cannot be written."""
         left = set(entries)
         if not left:
             then(None, now_ms)
@@ -162,10 +158,10 @@ class RejectedMessages:
                 then(error, now_ms)
 
         for entry in sorted(entries):
-            self._join(box, feed, entry, lambda error, now, entry=entry: one_done(entry, error, now))
+            self._join(queue, feed, entry, lambda error, now, entry=entry: one_done(entry, error, now))
 
-    def _join(self, box: DeliveryQueue, feed: Feed, entry: int, done: RejectedCallback) -> None:
-        key = (box.path, feed.stream, entry)
+    def _join(self, queue: DeliveryQueue, feed: Feed, entry: int, done: RejectedCallback) -> None:
+        key = (queue.path, feed.stream, entry)
         waiting = self._waiting.get(key)
         if waiting is not None:
             waiting.append(done)
@@ -178,7 +174,7 @@ class RejectedMessages:
                 each(result.error, now_ms)
 
         def found(page: ReadResult, now_ms: int) -> None:
-            """The whole message goes into the letter, so it has to be read. One that was trimmed is gone."""
+            """Reads the whole message for its letter. A trimmed one has none."""
             if page.error is not None and page.error.code != "offset_gone":
                 settled(AppendOutcome(error=page.error), now_ms)
                 return
@@ -189,8 +185,8 @@ class RejectedMessages:
             copy = requests.outgoing_from_envelope(
                 parse_envelope(_stored_message(feed, body), STORED_BYTES_MAX)
             )
-            self._hub.mailboxes.bury(
-                box, feed, number, copy, "rejected", attempts, time_ns, now_ms, then=settled
+            self._hub.mailboxes.dead_letter(
+                queue, feed, number, copy, "rejected", attempts, time_ns, now_ms, then=settled
             )
 
         self._hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, found))

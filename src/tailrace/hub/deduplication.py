@@ -1,8 +1,8 @@
-"""Messages that senders have sent lately: a repeat is answered as the first one was.
+"""Recently accepted messages by sender: a repeated message gets the stored answers of the first.
 
-Of each sender so many are known by their ids, for so long. What all of them hold together is bounded too: a
-message that would go beyond that is refused, since forgetting another could let that one in twice. Answers
-are kept for convenience only, so they go first: a repeat is then recognised all the same, and told so.
+Each sender has a limit in number and age, all senders share a limit in bytes. At the shared limit new
+messages are refused, because evicting an id could let a repeat in twice. Answers are evicted first: a repeat
+is then still detected, but gets an error instead of the answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TTL_MS_MAX: Final = 300_000
 ENTRIES_MAX: Final = 10_000
 BYTES_MAX: Final = 512 * 1024 * 1024  # of all senders
 ANSWER_BYTES_MAX: Final = 1024 * 1024  # of one sender
-ANSWERS_FRACTION: Final = 4  # answers have at most this part of what all may hold
+ANSWERS_FRACTION: Final = 4  # answers have at most this fraction of the shared limit
 WAITERS_MAX: Final = 16
 # What an entry costs besides its id and its answers, roughly.
 _ENTRY_BYTES: Final = 400
@@ -25,9 +25,9 @@ _BARE_ENTRY_BYTES: Final = 250
 
 
 class SeenMessage(msgspec.Struct, eq=False, gc=False):
-    """A message that was accepted. Until it is finished, those who repeat it wait for its answers.
+    """An accepted message. Until it is finished, sessions that repeat it wait for its answers.
 
-    There are very many, and none is part of a cycle: the collector need not look at them.
+    There are many of them, none in a reference cycle: gc is off.
     """
 
     id: str
@@ -36,7 +36,7 @@ class SeenMessage(msgspec.Struct, eq=False, gc=False):
     answers: tuple[bytes, ...] = ()
     finished: bool = False
     waiters: tuple[object, ...] = ()
-    let_go: bool = False  # its answers: there was no room for them
+    answers_dropped: bool = False  # its answers were evicted
 
     @property
     def answer_bytes(self) -> int:
@@ -48,7 +48,7 @@ class SeenMessage(msgspec.Struct, eq=False, gc=False):
 
 
 class SeenMemory:
-    """What all senders of a hub hold together."""
+    """The memory of all senders of a hub."""
 
     __slots__ = ("answer_bytes", "answer_bytes_max", "bytes", "bytes_max")
 
@@ -64,7 +64,7 @@ class SeenMemory:
 
 
 class SeenMessages:
-    """The newest messages of one sender, bounded in age and number; the oldest leave first."""
+    """The newest messages of one sender, bounded in age and number; the oldest are evicted first."""
 
     __slots__ = (
         "_answer_bytes_max",
@@ -87,18 +87,18 @@ class SeenMessages:
         ttl_ms: int = TTL_MS_DEFAULT,
         memory: SeenMemory | None = None,
     ) -> None:
-        # Not a dict: that one looks for its first entry among all places that were left before it.
-        # A message that has no answer is only the time at which it came.
+        # Not a dict: finding its first key is slow after many removals at the front.
+        # A message without answers is stored as its time only.
         self._entries: OrderedDict[str, SeenMessage | int] = OrderedDict()
         self._entries_max = entries_max
         self._answer_bytes_max = answer_bytes_max
-        self._answered: deque[SeenMessage] = deque()  # those with answers, as they came
+        self._answered: deque[SeenMessage] = deque()  # those with answers, oldest first
         self._ttl_ms = min(ttl_ms, TTL_MS_MAX)
         self._memory = memory or SeenMemory()
         self.size_bytes = 0
         self.answer_bytes = 0  # of these
-        self._expiry_ms = 0  # nothing is over before
-        # The newest timestamp that was forgotten before its time: at or below it, nobody can say whether a
+        self._expiry_ms = 0  # nothing expires before
+        # The newest timestamp that was evicted early: at or below it, it is unknown whether a
         # message is a repeat.
         self.floor_ms = -1
 
@@ -106,11 +106,11 @@ class SeenMessages:
         return len(self._entries)
 
     def __contains__(self, identifier: str) -> bool:
-        """Whether there is anything under this id, be its time over or not."""
+        """Whether the id is stored, expired or not."""
         return identifier in self._entries
 
     def get(self, identifier: str, now_ms: int) -> SeenMessage | None:
-        """The first of this id, if it is still known."""
+        """The stored message of this id, unless expired."""
         found = self._entries.get(identifier)
         if found is None or now_ms - _time_seen_ms(found) >= self._ttl_ms:
             return None
@@ -118,11 +118,11 @@ class SeenMessages:
             found if isinstance(found, SeenMessage) else SeenMessage(identifier, found, found, finished=True)
         )
 
-    def note(self, identifier: str, now_ms: int) -> bool:
+    def add_bare(self, identifier: str, now_ms: int) -> bool:
         """Remember a message that has no answer, at little cost. False if there is anything under its id,
         or no room.
 
-        Its own timestamp is not kept, and never becomes the `floor_ms`: where that counts, `add` is called.
+        Its timestamp is not stored and never becomes `floor_ms`: where that matters, call `add`.
         """
         entries = self._entries
         memory = self._memory
@@ -144,7 +144,7 @@ class SeenMessages:
         """Remember an accepted message, which must not be known. `answers` if it is finished at once."""
         if now_ms >= self._expiry_ms:
             self.expire(now_ms)
-        # One whose time is over may still be there if the clock was set back after younger ones came.
+        # An expired one may still be stored if the clock was set back.
         if identifier in self._entries:
             self.forget(identifier)
         entry = SeenMessage(identifier, now_ms, timestamp_ms)
@@ -156,7 +156,7 @@ class SeenMessages:
             self._make_room()
         return entry
 
-    def join(self, entry: SeenMessage, waiter: object) -> bool:
+    def add_waiter(self, entry: SeenMessage, waiter: object) -> bool:
         """Wait for the answers of a message that is not finished. False if too many do."""
         assert not entry.finished
         if waiter not in entry.waiters:
@@ -166,13 +166,13 @@ class SeenMessages:
         return True
 
     def answer(self, entry: SeenMessage, answer: bytes, *, final: bool = True) -> tuple[object, ...]:
-        """Keep an answer for repeats, and learn who waits for it. A message may have several answers."""
-        if not entry.let_go and self._entries.get(entry.id) is entry:
+        """Stores one of several answers for repeats, and returns the waiters."""
+        if not entry.answers_dropped and self._entries.get(entry.id) is entry:
             if not entry.answers:
                 self._answered.append(entry)
             entry.answers = (*entry.answers, answer)
             self._account(len(answer), len(answer))
-            self._let_answers_go()
+            self._drop_oldest_answers()
         entry.finished = final
         waiting = entry.waiters
         if final:
@@ -180,7 +180,7 @@ class SeenMessages:
         return waiting
 
     def forget(self, identifier: str) -> None:
-        """A message that was not accepted after all may be sent again."""
+        """Removes a message that was not accepted: it may be sent again."""
         entry = self._entries.pop(identifier, None)
         if entry is not None:
             self._left(identifier, entry)
@@ -202,7 +202,7 @@ class SeenMessages:
             if isinstance(entry, SeenMessage):
                 self.floor_ms = max(self.floor_ms, entry.timestamp_ms)
                 self._left(identifier, entry)
-            else:  # the way of most messages
+            else:  # most messages
                 size_bytes = _BARE_ENTRY_BYTES + len(identifier)
                 self.size_bytes -= size_bytes
                 memory.bytes -= size_bytes
@@ -212,19 +212,19 @@ class SeenMessages:
             self._account(-_BARE_ENTRY_BYTES - len(identifier))
             return
         self._account(-entry.size_bytes, -entry.answer_bytes)
-        entry.answers, entry.let_go = (), True
-        while self._answered and self._answered[0].let_go:
+        entry.answers, entry.answers_dropped = (), True
+        while self._answered and self._answered[0].answers_dropped:
             self._answered.popleft()
 
-    def _let_answers_go(self) -> None:
-        """The oldest answers make room for younger ones; the last one itself, if it is too much for all."""
+    def _drop_oldest_answers(self) -> None:
+        """Evicts the oldest answers above the limits, the newest too if it alone is above them."""
         memory = self._memory
         while self.answer_bytes > self._answer_bytes_max or memory.answer_bytes > memory.answer_bytes_max:
             if not self._answered:
                 return
             entry = self._answered.popleft()
             self._account(-entry.answer_bytes, -entry.answer_bytes)
-            entry.answers, entry.let_go = (), True
+            entry.answers, entry.answers_dropped = (), True
 
     def _account(self, size_bytes: int, answer_bytes: int = 0) -> None:
         memory = self._memory

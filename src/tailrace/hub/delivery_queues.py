@@ -1,8 +1,6 @@
 """Delivery queues of actors and groups over streams, and their committed cursors.
 
-Committed positions: how far each actor is in each of its streams. They only grow.
-
-What actors, and groups of them, are fed from: mailboxes, the broadcasts, durable topics.
+A queue reads one feed per stream: the mailbox, the broadcasts, durable topics. Cursors never move back.
 """
 
 from __future__ import annotations
@@ -36,63 +34,63 @@ NEVER_WRITTEN: Final = -1
 
 
 class Cursor(msgspec.Struct, eq=False):
-    """Entries, not offsets: within the life of a stream both say the same."""
+    """Positions as entry numbers, equivalent to offsets within one stream."""
 
     committed: int = 0
-    delivered: int = 0  # the last that was handed over; after a restart those up to it are redelivered
+    delivered: int = 0  # the last that was delivered; after a restart entries up to it are redelivered
     read_upto: int = 0  # by the actor itself
-    # Entries up to here may have been handed over by a process that died before it could write that down.
-    unsure_upto: int = 0
-    moved_ms: int = 0  # when it was last moved, to the second
-    passed: set[int] = set()  # beyond the committed position, done with one by one
+    # Entries up to here may have been delivered by a process that crashed before recording it.
+    maybe_delivered_upto: int = 0
+    moved_ms: int = 0  # last change, to the second
+    acknowledged: set[int] = set()  # beyond the committed position, committed singly
 
-    def follow_passed(self) -> None:
-        """As far as there is no gap, what was passed one by one is committed."""
-        while self.committed + 1 in self.passed:
+    def advance(self) -> None:
+        """Moves the committed position over acknowledged entries up to the first gap."""
+        while self.committed + 1 in self.acknowledged:
             self.committed += 1
-        self.passed = {entry for entry in self.passed if entry > self.committed}
+        self.acknowledged = {entry for entry in self.acknowledged if entry > self.committed}
         self.delivered = max(self.delivered, self.committed)
 
 
 class CursorRecord(msgspec.Struct, rename="camel", omit_defaults=True):
-    """What the log keeps of one. `passed` are runs of entries, the first and the last of each."""
+    """A cursor in hub/cursors/0. `passed` are runs of entries, first and last of each."""
 
     committed: str
     delivered: str
     moved_at: int = 0
     passed: list[tuple[int, int]] = []
-    read: str | None = None  # if the actor itself read beyond what was handed to it
+    read: str | None = None  # if the actor itself read beyond what was delivered
 
 
 class Cursors:
-    """All of them are in memory; changes are written in batches, a commit that is answered at once."""
+    """All cursors, in memory. Changes are written in batches, explicit commits at once."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._cursors: dict[str, dict[str, Cursor]] = {}  # by owner, then by stream
         self._dirty: dict[tuple[str, str], int] = {}
         self._moved = 0
-        self._holders: dict[str, set[str]] = {}  # owners, of streams that many read
+        self._holders: dict[str, set[str]] = {}  # owners, by shared stream
         self.now_ms = 0  # as of the last second
-        # When each was last written, oldest first: what the log keeps is always younger.
+        # When each was last written, oldest first: rewritten before the log's retention ends.
         self._written: OrderedDict[tuple[str, str], int] = OrderedDict()
 
-    def of(self, path: str, stream: str) -> Cursor | None:
+    def get(self, path: str, stream: str) -> Cursor | None:
         return self._cursors.get(path, {}).get(stream)
 
-    def put(self, path: str, stream: str, cursor: Cursor, *, restored: bool = False) -> None:
-        """One from the log may be there since long, and is written again soon."""
+    def set(self, path: str, stream: str, cursor: Cursor, *, restored: bool = False) -> None:
+        """Restored cursors may be old, and are rewritten soon."""
         self._cursors.setdefault(path, {})[stream] = cursor
         cursor.moved_ms = cursor.moved_ms or self.now_ms
         if not stream.startswith(MAILBOX_PREFIX):
             self._holders.setdefault(stream, set()).add(path)
         self._written.setdefault((path, stream), 0 if restored else NEVER_WRITTEN)
 
-    def drop(self, path: str, stream: str) -> None:
-        """Of a stream that is not there: it says nothing."""
-        self._take_out(path, stream)
+    def remove(self, path: str, stream: str) -> None:
+        """Removes the cursor of a stream that does not exist, without an event."""
+        self._pop(path, stream)
 
-    def _take_out(self, path: str, stream: str) -> bool:
+    def _pop(self, path: str, stream: str) -> bool:
         found = self._cursors.get(path, {})
         if found.pop(stream, None) is None:
             return False
@@ -110,23 +108,23 @@ class Cursors:
         return list(self._cursors.get(path, ()))
 
     def holders(self, stream: str) -> Iterator[Cursor]:
-        """Everybody who reads a stream that is not a mailbox."""
+        """The cursors of all readers of a shared stream."""
         for path in self._holders.get(stream, ()):
             yield self._cursors[path][stream]
 
-    def forget(self, path: str, stream: str) -> None:
-        """Its stream is gone."""
-        if self._take_out(path, stream):
+    def delete(self, path: str, stream: str) -> None:
+        """Removes the cursor of a deleted stream, with an event."""
+        if self._pop(path, stream):
             self._hub.append(
                 Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode())
             )
 
-    def moved(self, path: str, stream: str) -> None:
-        cursor = self.of(path, stream)
+    def mark_dirty(self, path: str, stream: str) -> None:
+        cursor = self.get(path, stream)
         if cursor is not None:
             cursor.moved_ms = self.now_ms
         self._dirty[(path, stream)] = 1
-        self._hub.unwritten = True
+        self._hub.has_unflushed = True
         self._moved += 1
         if self._moved >= DIRTY_MAX:
             self.flush()
@@ -137,8 +135,8 @@ class Cursors:
         self._dirty.clear()
         self._moved = 0
 
-    def write_again(self, now_ms: int) -> None:
-        """Positions that did not move for long, a few at a time. Once a second."""
+    def rewrite_old(self, now_ms: int) -> None:
+        """Rewrites cursors that have not moved for long, a few per second."""
         self.now_ms = now_ms
         for (path, stream), at_ms in list(islice(self._written.items(), DIRTY_MAX)):
             if at_ms != NEVER_WRITTEN and now_ms - at_ms < CURSOR_REWRITE_MS:
@@ -147,15 +145,15 @@ class Cursors:
             self._written.move_to_end((path, stream))
             if at_ms != NEVER_WRITTEN:
                 self._dirty[(path, stream)] = 1
-                self._hub.unwritten = True
+                self._hub.has_unflushed = True
 
     def commit(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None]) -> None:
-        """Written at once: somebody waits for it."""
+        """Writes the cursor at once, for a client that waits."""
         self._dirty.pop((path, stream), None)
         self._append(path, stream, then)
 
     def _append(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None] | None) -> None:
-        cursor = self.of(path, stream)
+        cursor = self.get(path, stream)
         if cursor is None or self._hub.streams.tail(stream) is None:
             return
         streams = self._hub.streams
@@ -163,7 +161,7 @@ class Cursors:
             streams.offset(stream, cursor.committed),
             streams.offset(stream, cursor.delivered),
             cursor.moved_ms,
-            to_ranges(cursor.passed),
+            to_ranges(cursor.acknowledged),
             streams.offset(stream, cursor.read_upto) if cursor.read_upto > cursor.delivered else None,
         )
         self._hub.append(
@@ -172,7 +170,7 @@ class Cursors:
 
 
 def to_ranges(entries: Iterable[int]) -> list[tuple[int, int]]:
-    """Numbers as runs: most of them follow each other."""
+    """Entry numbers as runs (first, last)."""
     found: list[tuple[int, int]] = []
     for entry in sorted(entries):
         if found and found[-1][1] == entry - 1:
@@ -183,7 +181,7 @@ def to_ranges(entries: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def cursor_key(path: str, stream: str) -> str:
-    """How the log names a position."""
+    """The key of a cursor event."""
     return f"@({path}) {stream}"
 
 
@@ -199,7 +197,7 @@ def _encode_cursor_event(path: str, stream: str, record: CursorRecord | None) ->
 MAILBOX, BROADCAST, TOPIC = "mailbox", "broadcast", "topic"
 BROADCAST_STREAM: Final = "hub/broadcast/0"
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
-# How far a group goes beyond its oldest message that is not committed: what lies between is written down.
+# Distance of a group's reads from its oldest uncommitted entry: entries in between are in its cursor record.
 GROUP_WINDOW_MAX: Final = 4096
 
 DEFAULT_OPTIONS: Final = DeliveryOptions()
@@ -208,7 +206,7 @@ HasRoom = Callable[[Session], bool]
 
 
 class BroadcastEntry(msgspec.Struct, rename="camel"):
-    """One broadcast in its stream: who it was for is part of it."""
+    """One broadcast in its stream, with its recipients."""
 
     message: Raw
     recipients: list[str]
@@ -220,16 +218,16 @@ decode_broadcast: Final = msgspec.json.Decoder(BroadcastEntry).decode
 
 
 class InFlightEntry(msgspec.Struct, eq=False, gc=False):
-    """An entry that was handed over and is not committed."""
+    """An entry that was delivered and is not committed."""
 
-    due_ms: int  # when it is handed over again
+    due_ms: int  # when it is redelivered
     size: int
     copy: OutgoingMessage  # without its payload
     holder: GroupMember | None = None  # of a group
 
 
 class PrefetchedEntry(msgspec.Struct, eq=False, gc=False):
-    """An entry that was read and is not handed over."""
+    """An entry that was read and is not delivered."""
 
     entry: int
     time_ns: int
@@ -239,16 +237,16 @@ class PrefetchedEntry(msgspec.Struct, eq=False, gc=False):
 
 
 class Feed:
-    """One stream as one box reads it."""
+    """One stream as one queue reads it."""
 
     __slots__ = (
-        "ahead",
         "cursor",
+        "delivered_before",
         "deliveries",
-        "flights",
-        "flights_bytes",
-        "handed_before",
+        "in_flight",
+        "in_flight_bytes",
         "kind",
+        "prefetched",
         "reading",
         "sent",
         "stream",
@@ -262,61 +260,61 @@ class Feed:
         self.cursor = cursor
         self.topic = ""
         self.subscription_id: str | None = None
-        self.sent = cursor.committed  # the last entry that was handed over, or passed over
-        self.handed_before = cursor.delivered  # up to here an earlier session may have it
-        self.flights: dict[int, InFlightEntry] = {}
-        self.flights_bytes = 0
+        self.sent = cursor.committed  # the last entry that was delivered or skipped
+        self.delivered_before = cursor.delivered  # up to here an earlier session may have received it
+        self.in_flight: dict[int, InFlightEntry] = {}
+        self.in_flight_bytes = 0
         self.deliveries: dict[int, int] = {}  # of entries that are not committed
-        self.ahead: deque[PrefetchedEntry] = deque()
+        self.prefetched: deque[PrefetchedEntry] = deque()
         self.reading = False
 
-    def take_off(self, entry: int, flight: InFlightEntry) -> None:
-        self.flights[entry] = flight
-        self.flights_bytes += flight.size
+    def add_in_flight(self, entry: int, flight: InFlightEntry) -> None:
+        self.in_flight[entry] = flight
+        self.in_flight_bytes += flight.size
         if flight.holder is not None:
             flight.holder.in_flight += 1
             flight.holder.bytes += flight.size
 
-    def touch_down(self, entry: int) -> None:
-        """It is in flight no more, whatever became of it."""
-        flight = self.flights.pop(entry, None)
+    def remove_in_flight(self, entry: int) -> None:
+        """The entry is committed, skipped or requeued."""
+        flight = self.in_flight.pop(entry, None)
         if flight is not None:
-            self.flights_bytes -= flight.size
+            self.in_flight_bytes -= flight.size
             if flight.holder is not None:
                 flight.holder.in_flight -= 1
                 flight.holder.bytes -= flight.size
 
-    def land(self, upto: int) -> None:
-        """These are committed: nothing of them is in flight any more."""
-        for entry in [entry for entry in self.flights if entry <= upto]:
-            self.touch_down(entry)
+    def commit_upto(self, upto: int) -> None:
+        """Entries up to `upto` are committed."""
+        for entry in [entry for entry in self.in_flight if entry <= upto]:
+            self.remove_in_flight(entry)
         for entry in [entry for entry in self.deliveries if entry <= upto]:
             del self.deliveries[entry]
-        self.cursor.passed = {entry for entry in self.cursor.passed if entry > upto}
+        self.cursor.acknowledged = {entry for entry in self.cursor.acknowledged if entry > upto}
         if self.sent < upto:
             self.sent = upto
-            while self.ahead and self.ahead[0].entry <= upto:
-                self.ahead.popleft()
+            while self.prefetched and self.prefetched[0].entry <= upto:
+                self.prefetched.popleft()
 
-    def take_back(self, entries: list[int]) -> None:
-        """These are handed over again, to whoever is next."""
+    def requeue(self, entries: list[int]) -> None:
+        """These entries are delivered again."""
         for entry in entries:
-            self.touch_down(entry)
+            self.remove_in_flight(entry)
         self.sent = min(self.sent, min(entries) - 1)
-        self.ahead.clear()
+        self.prefetched.clear()
 
     def rewind(self) -> None:
-        """What is not committed is handed over again."""
+        """Everything not committed is delivered again."""
         self.sent = self.cursor.committed
-        self.ahead.clear()
-        for entry in list(self.flights):
-            self.touch_down(entry)
+        self.prefetched.clear()
+        for entry in list(self.in_flight):
+            self.remove_in_flight(entry)
 
 
 class DeliveryQueue:
     """All feeds of one actor, in memory while its owner is online or something is being appended."""
 
-    __slots__ = ("appends", "feeds", "live", "mailbox", "options", "path", "session")
+    __slots__ = ("appends", "feeds", "is_caught_up", "mailbox", "options", "path", "session")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -325,11 +323,11 @@ class DeliveryQueue:
         self.session: Session | None = None
         self.options = DEFAULT_OPTIONS
         self.appends = 0  # being committed
-        self.live = True  # everything durable was handed over: what comes next can be, at once
+        self.is_caught_up = True  # every durable entry was delivered: a new one can be delivered directly
 
     @property
     def address(self) -> str:
-        """Whom the next message is for."""
+        """The recipient of the next message."""
         return f"@({self.path})"
 
     @property
@@ -341,34 +339,34 @@ class DeliveryQueue:
         return self.session is not None and self.session.alive and not self.session.detached
 
     @property
-    def attended(self) -> bool:
-        """Whether somebody is there, or away for a moment."""
+    def has_session(self) -> bool:
+        """Whether a session, connected or resumable, reads this queue."""
         return self.session is not None
 
     @property
-    def is_fed(self) -> bool:
-        """Whether what comes is given to somebody who is there."""
+    def is_pushed(self) -> bool:
+        """Whether new entries are pushed to a session."""
         return self.session is not None and self.options.push
 
     @property
-    def one_by_one(self) -> bool:
-        """Whether a message can be done with before those that came before it."""
+    def commits_single(self) -> bool:
+        """Whether entries are committed singly, out of order."""
         return self.options.manual
 
     def serves(self, session: Session) -> bool:
         return self.session is session
 
     def in_flight(self) -> int:
-        return sum(len(feed.flights) for feed in self.feeds.values())
+        return sum(len(feed.in_flight) for feed in self.feeds.values())
 
     def is_full(self) -> bool:
         if not self.options.manual:
             return False
-        held = sum(feed.flights_bytes for feed in self.feeds.values())
+        held = sum(feed.in_flight_bytes for feed in self.feeds.values())
         return held >= IN_FLIGHT_BYTES_MAX or self.in_flight() >= self.options.max_in_flight
 
     def is_ready(self, has_room: HasRoom, *, at_once: bool = False) -> bool:
-        """Whether the next message can be handed over; `at_once`, even if others wait in the connection."""
+        """Whether the next message can be delivered; `at_once`: even after unsent messages."""
         session = self.session
         if session is None or not self.options.push or self.is_full():
             return False
@@ -414,22 +412,22 @@ class GroupQueue(DeliveryQueue):
         return any(one is not None and one.alive and not one.detached for one in sessions)
 
     @property
-    def attended(self) -> bool:
+    def has_session(self) -> bool:
         return bool(self.members)
 
     @property
-    def is_fed(self) -> bool:
+    def is_pushed(self) -> bool:
         return bool(self.members)
 
     @property
-    def one_by_one(self) -> bool:
+    def commits_single(self) -> bool:
         return True
 
     def serves(self, session: Session) -> bool:
         return any(member.subscription.session is session for member in self.members)
 
     def is_ready(self, has_room: HasRoom, *, at_once: bool = False) -> bool:
-        """Chooses the member with the fewest messages in flight, then in turn."""
+        """Chooses the member with the fewest messages in flight, then round robin."""
         self._turn += 1
         best: GroupMember | None = None
         for place in range(len(self.members)):
@@ -448,27 +446,27 @@ class GroupQueue(DeliveryQueue):
         return True
 
     def leave(self, subscription: TopicSubscription) -> None:
-        """What a member had in its hands goes to the others."""
+        """Requeues what the member had in flight."""
         for member in [one for one in self.members if one.subscription is subscription]:
             self.members.remove(member)
-            self._give_back(member)
+            self._requeue(member)
             if self.chosen is member:
                 self.chosen = self.session = None
 
     def resumed(self, session: Session) -> None:
-        """What was on its way to a connection that broke may not have come."""
+        """Requeues what was in flight on a broken connection."""
         for member in self.members:
             if member.subscription.session is session:
-                self._give_back(member)
+                self._requeue(member)
 
-    def _give_back(self, member: GroupMember) -> None:
+    def _requeue(self, member: GroupMember) -> None:
         for feed in self.feeds.values():
-            held = [entry for entry, flight in feed.flights.items() if flight.holder is member]
+            held = [entry for entry, flight in feed.in_flight.items() if flight.holder is member]
             if held:
-                feed.take_back(held)
-        self.live = False
+                feed.requeue(held)
+        self.is_caught_up = False
 
 
 def group_queue_path(group: str, topics: str) -> str:
-    """What stands for a durable group where an actor has its path. No address looks like this."""
+    """The path of a durable group's queue. It is never a valid address."""
     return f"_group/{quote(group, safe='')}/{topics}"

@@ -1,7 +1,7 @@
-"""What a decision asks for: bytes to a connection, entries to a stream, pages from one, the end of either.
+"""Effects: what a decision requests of connections and streams.
 
-Decisions wait for nothing. Where something has to be durable or read before it goes on, the effect carries
-what follows: it is called with the outcome, and asks for further effects.
+Decisions never wait. An effect whose outcome matters carries a callback, which gets the outcome and the time,
+and may queue further effects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SendMany(msgspec.Struct, eq=False, gc=False):
 
 
 class Close(msgspec.Struct, eq=False):
-    """The goodbye, after everything that was sent before it."""
+    """Close after everything that was sent before."""
 
     session: Session
     code: int
@@ -47,7 +47,7 @@ class AppendOutcome(msgspec.Struct, frozen=True):
 
 
 class Append(msgspec.Struct, eq=False):
-    """An entry for a stream of the hub, or several; the stream is made if it is missing."""
+    """One or several entries for a stream of the hub, which is created if missing."""
 
     stream: str
     body: bytes
@@ -55,7 +55,7 @@ class Append(msgspec.Struct, eq=False):
     key: bytes | None = None
     producer: tuple[str, int, int] | None = None
     lengths: list[int] | None = None  # of each, if the body is several entries joined by commas
-    begun_s: float = 0.0  # when it was given to the log, by whoever measures
+    begun_s: float = 0.0  # when it was passed to the log, for metrics
 
 
 class ReadResult(msgspec.Struct, frozen=True):
@@ -78,19 +78,19 @@ class Read(msgspec.Struct, eq=False):
 
 
 class CreateStream(msgspec.Struct, eq=False):
-    """A stream that is to be there before anything is in it."""
+    """Creates an empty stream."""
 
     stream: str
 
 
 class DeleteStream(msgspec.Struct, eq=False):
-    """The end of a stream."""
+    """Deletes a stream."""
 
     stream: str
 
 
 class StreamSummary(msgspec.Struct, frozen=True):
-    """One stream as a list of names shows it."""
+    """One stream of a listing."""
 
     stream: str
     earliest: int
@@ -110,13 +110,13 @@ class ListStreams(msgspec.Struct, eq=False):
 
 
 class ResumeReading(msgspec.Struct, eq=False):
-    """A session whose frames had to wait is read from again."""
+    """Resumes reading from a session whose frames were held."""
 
     session: Session
 
 
 class Defer(msgspec.Struct, eq=False):
-    """Goes on after others had their turn."""
+    """Continues in the next loop iteration."""
 
     then: Callable[[int], None]
 

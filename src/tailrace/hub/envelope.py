@@ -1,12 +1,7 @@
 """The message envelope: ids, JSON member scanning, parsing, limits and encoding.
 
-Ids of messages: UUIDs of version 7, made by counting.
-
-The members of JSON objects as the text they are written in, and what msgspec does not check about it.
-
-The envelope: eleven members around application data that is passed on byte for byte.
-
-A frame is decoded once, with the payload left as the text it is. Output is made by joining bytes.
+A frame is decoded once; payload and metadata stay JSON text and are forwarded byte for byte. Output is made
+by joining bytes. Message ids are UUIDs of version 7 made by a counter.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ HEX_PAIRS: Final = [pair.encode() for pair in _HEX_PAIRS]
 
 
 class MessageIds:
-    """Ids that are unique, and that grow as long as the process lives.
+    """Unique ids that increase within a process.
 
     After the time come 42 bits of a counter and 32 bits of the process. The counter begins anywhere in the
     lower half of its range, so that two processes with equal bits still differ, and none wraps in practice.
@@ -45,7 +40,7 @@ class MessageIds:
         self.restart()
 
     def restart(self) -> None:
-        """Begin like a new process: a child must not count on as its parent does."""
+        """Start as in a new process: a forked child must not continue its parent's counter."""
         self._count = secrets.randbits(_COUNTER_BITS - 1)
         self._process = f"{secrets.randbits(32):08x}"
         self._stamp_ms = -1
@@ -65,7 +60,7 @@ class MessageIds:
         assert 0 < length <= ID_RUN_MAX
         first = self._count + 1
         if (first & _LOW_MASK) + length > _LOW_MASK + 1:
-            first = (first | _LOW_MASK) + 1  # these digits would begin anew within the run
+            first = (first | _LOW_MASK) + 1  # the digits would overflow within the run
         if now_ms > self._stamp_ms or first >> 16 != self._count >> 16:
             self._begin(now_ms, first & _COUNTER_MASK)
         self._count = first + length - 1 & _COUNTER_MASK
@@ -98,7 +93,7 @@ def parse_members(text: bytes | Raw) -> dict[str, Raw]:
     try:
         return {} if len(text) == 4 and bytes(text) == b"null" else _object_decoder.decode(text)
     except msgspec.ValidationError:
-        raise HubError("invalid_request", "an object is expected", {"field": "payload"}) from None
+        raise HubError("invalid_request", "payload must be an object", {"field": "payload"}) from None
     except msgspec.DecodeError:
         # Half a surrogate pair, escaped: legal JSON, and what JavaScript writes; msgspec refuses it.
         return scan_members(bytes(text), twice=True)
@@ -116,26 +111,26 @@ def check_frame_text(frame: bytes) -> None:
 
 
 def _exceeds_depth(frame: bytes) -> bool:
-    """Whether brackets are left after the innermost pairs were taken away as often as there may be levels."""
+    """Whether brackets are left after removing the innermost pairs DEPTH_MAX times."""
     brackets = _STRINGS.sub(b"", frame).translate(_BRACKETS).translate(None, _NO_BRACKETS)
     for _ in range(DEPTH_MAX):
         if not brackets:
             return False
         brackets = brackets.replace(b"[]", b"")
-    # What has no pairs is no JSON either, and is told so by whoever parses it.
+    # Unpaired brackets are not JSON: the parser reports that.
     return brackets.count(b"[") == brackets.count(b"]") > 0
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
-# Numbers are only looked over, however many digits they have.
+# Numbers are skipped, not converted, however long they are.
 _value_decoder: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_refuse_constant)
 
 
 def scan_members(frame: bytes, *, twice: bool = False) -> dict[str, Raw]:
-    """The members of an object by a slower way, which sees those that come twice."""
+    """The members of an object; slower, but detects duplicates."""
     found: dict[str, Raw] = {}
     text = frame.decode()
     try:
@@ -144,13 +139,13 @@ def scan_members(frame: bytes, *, twice: bool = False) -> dict[str, Raw]:
         while more:
             name, start, end = _scan_member(text, position)
             if name in found and not twice:
-                raise ValueError(f"the member {name[:_NAME_SHOWN_MAX]!r} comes twice")
+                raise ValueError(f"duplicate member {name[:_NAME_SHOWN_MAX]!r}")
             found[name] = Raw(text[start:end].encode())
             position = _skip_whitespace(text, end)
             more = text[position : position + 1] == ","
             position = _skip_whitespace(text, position + 1) if more else position
         if text[_expect(text, position, "}") :]:
-            raise ValueError(f"something follows the object at character {position}")
+            raise ValueError(f"unexpected text after the object at character {position}")
     except ValueError as error:
         raise invalid_message(f"not an envelope: {error}") from None
     except RecursionError:
@@ -161,7 +156,7 @@ def scan_members(frame: bytes, *, twice: bool = False) -> dict[str, Raw]:
 def _scan_member(text: str, position: int) -> tuple[str, int, int]:
     """The name of a member, and where its value begins and ends."""
     if text[position : position + 1] != '"':
-        raise ValueError(f"a name is expected at character {position}")
+        raise ValueError(f"expected a name at character {position}")
     name, position = cast("tuple[str, int]", _value_decoder.raw_decode(text, position))
     start = _expect(text, _skip_whitespace(text, position), ":")
     _value, end = cast("tuple[object, int]", _value_decoder.raw_decode(text, start))
@@ -169,9 +164,9 @@ def _scan_member(text: str, position: int) -> tuple[str, int, int]:
 
 
 def _expect(text: str, position: int, mark: str) -> int:
-    """The place after a mark and what space follows it."""
+    """The position after a mark and the whitespace behind it."""
     if text[position : position + 1] != mark:
-        raise ValueError(f"{mark!r} is expected at character {position}")
+        raise ValueError(f"expected {mark!r} at character {position}")
     return _skip_whitespace(text, position + 1)
 
 
@@ -229,12 +224,12 @@ _ABSENT: Final = Raw()
 _MEMBER_OVERHEAD_BYTES: Final = tuple(len(name) + 4 for name in ENVELOPE_MEMBERS)
 _VERBATIM_MEMBERS: Final = frozenset({"payload", "metadata"})
 
-# One character is one byte or more: the limit in bytes is looked at again where that matters.
+# In characters; _check_envelope checks the limit in bytes.
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_BYTES_MAX)]
 
 
 class Envelope(msgspec.Struct, eq=False, gc=False, kw_only=True):
-    """One message as it came. What it says of its sender is a wish, until somebody has verified it."""
+    """One message as received. Its `from` is a claim until `sender.stamp_sender` has checked it."""
 
     id: Name
     type: Name
@@ -257,7 +252,7 @@ class Envelope(msgspec.Struct, eq=False, gc=False, kw_only=True):
 
 
 class _CompleteEnvelope(Envelope, forbid_unknown_fields=True, eq=False, gc=False, kw_only=True):
-    """An envelope with all its members, as most clients write it: none can be missing, or another."""
+    """An envelope with exactly its eleven members, as most clients write it."""
 
     from_: str | None = msgspec.field(name="from")
     to: str | None = msgspec.field()
@@ -270,7 +265,7 @@ class _CompleteEnvelope(Envelope, forbid_unknown_fields=True, eq=False, gc=False
 
 
 class _MemberTexts(msgspec.Struct, eq=False, gc=False):
-    """The members as text, in order, to see how long they are together."""
+    """The members as text, to add up their lengths."""
 
     id: Raw = _ABSENT
     from_: Raw = msgspec.field(name="from", default=_ABSENT)
@@ -294,11 +289,11 @@ _FRAME_OVERHEAD_BYTES: Final = 1 + sum(_MEMBER_OVERHEAD_BYTES) + len('""""""')
 
 
 def parse_envelope(frame: bytes, bytes_max: int = FRAME_BYTES_MAX) -> Envelope:
-    """The envelope of a frame, or the refusal that its sender is told."""
+    """The envelope of a frame; raises HubError for the sender."""
     if len(frame) > bytes_max:
         raise HubError(
             "message_too_large",
-            f"a message has at most {bytes_max} bytes",
+            f"a message must have at most {bytes_max} bytes",
             {"messageSize": len(frame), "maxSize": bytes_max},
         )
     check_frame_text(frame)
@@ -310,7 +305,7 @@ def parse_envelope(frame: bytes, bytes_max: int = FRAME_BYTES_MAX) -> Envelope:
 
 
 def _parse_complete(frame: bytes) -> Envelope | None:
-    """A frame that is its eleven members and nothing else, by one look; None if it may be another.
+    """Fast check for a frame of exactly the eleven members; None if it may be another.
 
     With all members there, the values as they were decoded explain every byte only if none came twice and
     no text has an escape or a character of more bytes than one.
@@ -368,17 +363,17 @@ def _check_envelope(envelope: Envelope) -> None:
     if not (envelope.id.isascii() and envelope.type.isascii()):
         for name, text in (("id", envelope.id), ("type", envelope.type)):
             if len(text.encode()) > NAME_BYTES_MAX:
-                raise invalid_message(f"{name} has more than {NAME_BYTES_MAX} bytes", field=name)
+                raise invalid_message(f"{name} must have at most {NAME_BYTES_MAX} bytes", field=name)
     metadata = envelope.metadata
     if metadata is EMPTY:
         return
     if len(metadata) > METADATA_BYTES_MAX:
-        raise invalid_message(f"metadata has more than {METADATA_BYTES_MAX} bytes", field="metadata")
+        raise invalid_message(f"metadata must have at most {METADATA_BYTES_MAX} bytes", field="metadata")
     text = bytes(metadata)
     if text == b"null":
         envelope.metadata = EMPTY
     elif not text.startswith(b"{"):
-        raise invalid_message("metadata is an object", field="metadata")
+        raise invalid_message("metadata must be an object", field="metadata")
 
 
 class SharedEnvelope(msgspec.Struct, frozen=True, gc=False):
@@ -452,5 +447,5 @@ def encode_envelope(
 
 
 def encode_metadata(given: dict[str, Raw], **own: object) -> bytes:
-    """Metadata from members that were cut from a message, and members of our own."""
+    """Metadata from a message's members and the hub's own."""
     return _quoted({**given, **own})

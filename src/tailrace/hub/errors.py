@@ -1,4 +1,4 @@
-"""Refusals of the hub: the one error type, with what its protocol adds to each code."""
+"""Errors of the hub: one type, with what the hub protocol adds to each code."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ HUB_CODES: Final[dict[str, ErrorSpec]] = {
     "consumer_slow": ErrorSpec(True, "wait until the recipient has caught up"),
     "invalid_offset": ErrorSpec(False, "use an offset that was delivered or read"),
     "offset_gone": ErrorSpec(False, "begin at earliestOffset"),
-    "unavailable": ErrorSpec(True, "wait a moment, then send again"),
+    "unavailable": ErrorSpec(True, "wait, then send again"),
     "internal_error": ErrorSpec(True, "report it with its id, then send again", outcome=UNKNOWN),
 }
 
 ERROR_TYPES: Final = frozenset((GENERIC_ERROR_TYPE, *(one.typed for one in HUB_CODES.values() if one.typed)))
 
-# Refusals of the layers below, in the words of the hub.
+# Error codes of the lower layers as hub codes.
 _HUB_CODE_BY_SERVER_CODE: Final = {
     "stale_epoch": "producer_fenced",
     "offset_beyond_tail": "invalid_offset",
@@ -82,7 +82,7 @@ _HUB_CODE_BY_SERVER_CODE: Final = {
 
 
 class HubError(TailraceError):
-    """A refusal with its details. They are the further fields of the same error over HTTP."""
+    """An error with details, which are further fields of the error over HTTP."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HubError(TailraceError):
 
 
 class DeniedError(HubError):
-    """A refusal by the rules, told when its `record` is in the audit: no attempt is without a trace."""
+    """A denial by policy. It is sent after its `record` is in the audit stream."""
 
     def __init__(self, message: str, details: Mapping[str, object], record: bytes) -> None:
         super().__init__("unauthorized", message, details)
@@ -118,12 +118,12 @@ class DeniedError(HubError):
 
 
 def to_hub_error(error: TailraceError) -> HubError:
-    """The same refusal as the hub tells it. What it has no word for is a bug, and tells nothing."""
+    """The error as a hub code. An unexpected code is a bug: its text is not disclosed."""
     if isinstance(error, HubError):
         return error
     code = _HUB_CODE_BY_SERVER_CODE.get(error.code, error.code)
     if code not in HUB_CODES:
-        return HubError("internal_error", "the hub failed at this message")
+        return HubError("internal_error", "the hub failed to process this message")
     details = {"reason": error.message, **error.extra} if code == "unauthorized" else error.extra
     return HubError(code, error.message, details)
 
@@ -152,5 +152,5 @@ def encode_error(error: HubError) -> tuple[str, bytes]:
 
 
 def field_error(field: str, message: str) -> HubError:
-    """A payload that makes no sense, and where."""
+    """An invalid field of the payload."""
     return HubError("invalid_request", message, {"field": field})

@@ -1,16 +1,8 @@
 """Fast path for plain sends: direct relay, and mailbox append with spliced frames.
 
-The way of most messages: a plain send, written as clients write it.
-
-It is decoded once, and taken apart no further. A tell to an actor that is there comes to the same as on the
-way of all others, in fewer steps: nothing is made of it but the frame for the recipient. What is not quite
-plain goes the other way, as if nobody had looked.
-
-The short way to a mailbox: a plain send to a durable actor, with or without `ack: accepted`.
-
-It comes to the same as on the way of all others: one entry, one record of the trace, one answer when the
-entry is durable. All three are spliced from what messages of one sender to one recipient have in common.
-What is not quite plain goes the other way, as if nobody had looked.
+Most messages are a plain `hub:send` in the form that clients write. The frame is decoded once; what all
+messages between two addresses share is encoded once and cached. The result is equivalent to the general path
+(`decide`, `send`). Functions return None, without side effects, for a message that needs the general path.
 """
 
 from __future__ import annotations
@@ -30,6 +22,7 @@ from tailrace.hub.errors import HubError, to_hub_error
 from tailrace.hub.pending_requests import PendingRequest
 from tailrace.hub.requests import HubRequest, OutgoingMessage
 from tailrace.hub.send import SendCommand
+from tailrace.hub.sender import Sender, may_send_as, unverified_sender
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:
@@ -55,7 +48,7 @@ class _Payload(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """All eleven members, none of which asks for anything in particular."""
+    """All eleven members, without options that need the general path."""
 
     id: Name
     from_: str = msgspec.field(name="from")
@@ -74,7 +67,7 @@ class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
         return self.pattern == "tell" and self.payload.ack is None
 
     def request(self, frame: bytes) -> HubRequest | None:
-        """For the way of all others, which need not look again what is wanted. None if that is nonsense."""
+        """The request for the general path, already parsed; None if the target is invalid."""
         payload = self.payload
         try:
             target = parse_address(payload.to)
@@ -97,8 +90,8 @@ class PlainSend(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 _decode_plain_send: Final = msgspec.json.Decoder(PlainSend).decode
-# What a frame has beside the texts that vary. It is as long as that and those together only if each member
-# comes once, without space around it, and all texts are plain ASCII: then they can be copied as they are.
+# The length of a frame's fixed parts. A frame has that length plus its values only if each member
+# occurs once, without whitespace, and all strings are ASCII without escapes: they can be copied.
 _FIXED_BYTES: Final = len(
     b'{"id":"","from":"","to":"","type":"hub:send","payload":{"to":"","type":"","data":},"pattern":"",'
     b'"correlationId":null,"timestamp":1234567890123,"metadata":{},"ttl":null,"signature":null}'
@@ -109,31 +102,34 @@ _DEEP_BYTES: Final = (DEPTH_MAX - 1) * len(b'{"":}')
 
 
 class Route(msgspec.Struct, eq=False, gc=False):
-    """What all copies from one address to another have in common."""
+    """The parts that all messages from one address to another share."""
 
-    sender: str  # path
+    sender: Sender  # as claimed, until may_send_plain has checked it
     target: str
     head: bytes  # from after the id up to the type
     own: bytes  # the hub's own metadata up to the original id
 
 
 @lru_cache(ROUTE_CACHE_MAX)
-def route_between(via: bytes, sender: str, to: str) -> Route | None:
-    """None if there is no such address. Whether the sender is who it says is not looked at here."""
-    try:
-        path, target = sender[2:-1].encode("ascii"), parse_address(to)
-    except (HubError, UnicodeEncodeError):
+def route_between(via: bytes, claimed: str, to: str) -> Route | None:
+    """None if `to` is not an address. The claimed sender is checked per message, by `may_send_plain`."""
+    if not claimed.isascii():
         return None
+    try:
+        target = parse_address(to)
+    except HubError:
+        return None
+    sender = unverified_sender(claimed)
     return Route(
-        sender[2:-1],
+        sender,
         target,
-        b'","from":"@(%b)","to":"%b","type":"' % (path, to.encode()),
-        b'"forwarded":true,"via":%b,"originalFrom":"@(%b)","originalMessageId":"' % (via, path),
+        b'",%b,"to":"%b","type":"' % (sender.from_member, to.encode()),
+        b'"forwarded":true,"via":%b,%b,"originalMessageId":"' % (via, sender.original_from_member),
     )
 
 
 def parse_plain_send(frame: bytes) -> PlainSend | None:
-    """The message, if it is such a one."""
+    """The message, if it has the plain form."""
     try:
         plain = _decode_plain_send(frame)
     except (msgspec.MsgspecError, RecursionError):
@@ -152,7 +148,7 @@ def parse_plain_send(frame: bytes) -> PlainSend | None:
 
 
 def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now_ms: int) -> Send | None:
-    """What goes to the recipient of a plain tell of so many bytes. If it is None, nothing has happened."""
+    """Relays a plain tell of `size` bytes to its connected recipient."""
     if hub.options.verify is not None and abs(now_ms - tell.timestamp) > REPLAY_WINDOW_MS:
         return None
     identifier, payload = tell.id, tell.payload
@@ -160,14 +156,14 @@ def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now
     recipient = None if route is None else _find_recipient(hub, session, route, now_ms)
     if route is None or recipient is None:
         return None
-    identity = session.actor.path
-    seen = hub.seen_of(identity)
-    if not seen.note(identifier, now_ms):
+    identity = session.principal.path
+    seen = hub.seen_messages_of(identity)
+    if not seen.add_bare(identifier, now_ms):
         return None
     if not hub.rates.may_send(identity, size, now_ms):
         seen.forget(identifier)
         return None
-    # Joining takes half the time of formatting, here and wherever a message is spliced.
+    # Joining takes half the time of formatting.
     copy = b"".join(
         (
             b'{"id":"',
@@ -185,19 +181,19 @@ def relay_plain_send(hub: Hub, session: Session, tell: PlainSend, size: int, now
         )
     )
     recipient.outbox.push(len(copy))
-    recipient.handed += 1
+    recipient.delivered += 1
     hub.counts["messages", "send/delivered"] += 1
     hub.counts["deliveries", "direct"] += 1
-    noted = None if recipient.feeders is None else recipient.feeders.get(session)
+    noted = None if recipient.recent_senders is None else recipient.recent_senders.get(session)
     if noted is not None and noted[0] == now_ms // 1000:
         noted[1] += 1
     elif recipient is not session:
-        recipient.fed_by(session, now_ms)
+        recipient.note_sender(session, now_ms)
     return Send(recipient, copy)
 
 
 def _is_valid_text(frame: bytes, data: int) -> bool:
-    """UTF-8, and not too deep. Where there is little data without lists, nothing has to be counted."""
+    """UTF-8 within the depth limit. Short data without lists needs no counting."""
     if frame.isascii() and b"[" not in frame and (data < _DEEP_BYTES or frame.count(b"{") <= DEPTH_MAX):
         return True
     try:
@@ -208,9 +204,9 @@ def _is_valid_text(frame: bytes, data: int) -> bool:
 
 
 def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> bool:
-    """Whether there is nothing about the sender or the rules that has to be looked at closer."""
-    actor = session.actor
-    if route.sender != actor.path and route.sender not in session.addresses:
+    """Whether sender and policy allow the send without the general path."""
+    actor = session.principal
+    if not may_send_as(session, route.sender.path):
         return False
     if session.expires_ms is not None and now_ms >= session.expires_ms:
         return False
@@ -222,7 +218,7 @@ def may_send_plain(hub: Hub, session: Session, route: Route, now_ms: int) -> boo
 
 
 def _find_recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Session | None:
-    """Who gets it, if there is nothing about sender, recipient or rules that has to be looked at closer."""
+    """The recipient's session, if sender, recipient and policy allow direct delivery."""
     target = route.target
     found = hub.registry.by_path.get(target)
     if found is None or found.expires_ms <= now_ms or found.options.durable:
@@ -230,21 +226,23 @@ def _find_recipient(hub: Hub, session: Session, route: Route, now_ms: int) -> Se
     recipient = found.session
     if recipient is None or recipient.state != CONNECTED or recipient.detached_until_ms:
         return None
-    if recipient.answer is not None or (recipient.expires_ms is not None and now_ms >= recipient.expires_ms):
+    if recipient.on_http_answer is not None or (
+        recipient.expires_ms is not None and now_ms >= recipient.expires_ms
+    ):
         return None
     if session.paused_by or hub.options.trace == "all" or not may_send_plain(hub, session, route, now_ms):
         return None
-    box = hub.mailboxes.boxes.get(target)
-    if box is not None and (box.appends or not box.live):
+    queue = hub.mailboxes.queues.get(target)
+    if queue is not None and (queue.appends or not queue.is_caught_up):
         return None
     limits = hub.limits
-    if not recipient.outbox.is_light(limits.hub_pause_bytes, limits.hub_pause_messages):
+    if not recipient.outbox.is_below(limits.hub_pause_bytes, limits.hub_pause_messages):
         return None
     return recipient
 
 
 class _StoreFragments(msgspec.Struct, frozen=True, gc=False):
-    """What is said of all entries from one address to another."""
+    """The parts of acknowledgements and trace records that two addresses share."""
 
     stream: str
     key: bytes
@@ -255,26 +253,26 @@ class _StoreFragments(msgspec.Struct, frozen=True, gc=False):
 
 
 @lru_cache(ROUTE_CACHE_MAX)
-def _store_fragments(via: bytes, sender: str, target: str) -> _StoreFragments:
+def _store_fragments(hub_sender: Sender, sender: Sender, target: str) -> _StoreFragments:
     """Addresses are ASCII without anything to escape."""
     stream = mailbox_stream(target)
     name = stream.encode()
     return _StoreFragments(
         stream,
-        b"@(%b)" % sender.encode(),
-        b'","from":%b,"to":"@(%b)","type":"hub:delivery_ack","payload":{"messageId":"'
-        % (via, sender.encode()),
+        sender.address.encode(),
+        b'",%b,"to":%b,"type":"hub:delivery_ack","payload":{"messageId":"'
+        % (hub_sender.from_member, sender.quoted),
         b',"status":"accepted","level":"accepted","stream":"%b","offset":"' % name,
-        b'","parent":null,"correlationId":null,"traceId":null,"from":"@(%b)","to":"@(%b)",'
-        b'"kind":"send","topic":null,"type":"' % (sender.encode(), target.encode()),
+        b'","parent":null,"correlationId":null,"traceId":null,%b,"to":"@(%b)",'
+        b'"kind":"send","topic":null,"type":"' % (sender.from_member, target.encode()),
         b',"stream":"%b","offset":"' % name,
     )
 
 
 class _PendingStore(msgspec.Struct, eq=False, gc=False):
-    """One message on its way to the disk, and what follows when it is there.
+    """One message that is being appended, and what follows when it is durable.
 
-    The log holds it until then and nobody after: it is part of no cycle.
+    Only the log refers to it, so it is not part of a reference cycle.
     """
 
     hub: Hub
@@ -283,50 +281,52 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
     plain: PlainSend
     route: Route
     texts: _StoreFragments
-    box: DeliveryQueue
+    queue: DeliveryQueue
     feed: Feed
-    copy_id: str
+    message_id: str
     accepted_ms: int
     seq: int
     known: SeenMessages
     seen: SeenMessage
-    ask: PendingRequest | None
+    pending: PendingRequest | None
 
     def settled(self, settled: AppendOutcome, now_ms: int) -> None:
-        """Durable: acknowledged first, then handed over to whoever is there."""
-        hub, box = self.hub, self.box
-        box.appends -= 1
+        """The message is durable: acknowledges it, then delivers it if the recipient is connected."""
+        hub, queue = self.hub, self.queue
+        queue.appends -= 1
         if settled.error is not None:
             self._failed(settled, now_ms)
             return
         assert settled.offset is not None
         offset = settled.offset.encode()
-        if self.ask is None:
+        if self.pending is None:
             self.seen.finished = True
         else:
-            self.ask.reached, self.ask.stream = "accepted", self.texts.stream
-            self.ask.entry, self.ask.offset = settled.entry, settled.offset
-            hub.asks.answered(self.ask, self._ack(offset, now_ms))
+            self.pending.reached, self.pending.stream = "accepted", self.texts.stream
+            self.pending.entry, self.pending.offset = settled.entry, settled.offset
+            hub.pending.on_response(self.pending, self._ack(offset, now_ms))
         hub.counts["deliveries", "stored"] += 1
         if hub.trace.is_on:
             hub.trace.add(self._record(offset, now_ms))
-        handed = box.is_fed and hub.mailboxes.arrived(box, self.feed, settled.entry, self._copy(), now_ms)
-        hub.counts["messages", "send/delivered" if handed else "send/queued"] += 1
-        hub.mailboxes.rest(box)
+        delivered = queue.is_pushed and hub.mailboxes.on_appended(
+            queue, self.feed, settled.entry, self._copy(), now_ms
+        )
+        hub.counts["messages", "send/delivered" if delivered else "send/queued"] += 1
+        hub.mailboxes.release_later(queue)
 
     def _failed(self, settled: AppendOutcome, now_ms: int) -> None:
         assert settled.error is not None
         hub, error = self.hub, to_hub_error(settled.error)
         hub.count("messages", "send/refused")
-        if self.ask is not None:
-            hub.asks.failed(self.ask, error, now_ms)
+        if self.pending is not None:
+            hub.pending.fail(self.pending, error, now_ms)
         self.known.forget(self.plain.id)  # it may be sent again
-        if self.ask is None:
+        if self.pending is None:
             request = self.plain.request(self.frame)
             assert request is not None
             request.sender = self.route.sender
-            hub.refuse_request(self.session, request, error, now_ms)
-        hub.mailboxes.let_go(self.box)
+            hub.send_request_error(self.session, request, error, now_ms)
+        hub.mailboxes.release(self.queue)
 
     def _ack(self, offset: bytes, now_ms: int) -> bytes:
         texts, message_id = self.texts, self.plain.id.encode()
@@ -358,7 +358,7 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
                 b',"id":"',
                 self.plain.id.encode(),
                 b'","copy":"',
-                self.copy_id.encode(),
+                self.message_id.encode(),
                 texts.trace,
                 payload.type.encode(),
                 b'","bytes":%d,"sentAt":%d' % (len(payload.data), self.accepted_ms),
@@ -369,11 +369,11 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
         )
 
     def _copy(self) -> OutgoingMessage:
-        """As the way of all others makes it, for one who is there to get it."""
+        """The same outgoing message as the general path makes."""
         plain, route = self.plain, self.route
         return OutgoingMessage(
-            self.copy_id,
-            f"@({route.sender})",
+            self.message_id,
+            route.sender,
             f"@({route.target})",
             plain.payload.type,
             plain.payload.data,
@@ -385,9 +385,9 @@ class _PendingStore(msgspec.Struct, eq=False, gc=False):
 def store_plain_send(
     hub: Hub, session: Session, plain: PlainSend, frame: bytes, now_ms: int
 ) -> Append | None:
-    """The entry for the mailbox of the recipient. If it is None, nothing has happened."""
+    """Appends a plain send to the mailbox of a durable recipient."""
     if plain.pattern == "ask" and plain.payload.ack is None:
-        return None  # it asks to hear of the delivery
+        return None  # it wants a delivery acknowledgement
     if hub.options.verify is not None and abs(now_ms - plain.timestamp) > REPLAY_WINDOW_MS:
         return None
     payload, identifier = plain.payload, plain.id
@@ -398,43 +398,43 @@ def store_plain_send(
     if found is None or found.expires_ms <= now_ms or not found.options.durable:
         return None
     asks = payload.ack is not None
-    if asks and len(session.asked) >= hub.limits.hub_session_asks:
+    if asks and len(session.sent_requests) >= hub.limits.hub_session_asks:
         return None
-    identity = session.actor.path
-    known = hub.seen_of(identity)
+    identity = session.principal.path
+    known = hub.seen_messages_of(identity)
     if identifier in known or hub.seen_memory.is_full:
         return None
     mailboxes = hub.mailboxes
-    box = mailboxes.open(route.target)
-    feed = box.mailbox
-    is_new_owner = box.session is None and found.session is not None
+    queue = mailboxes.open(route.target)
+    feed = queue.mailbox
+    is_new_owner = queue.session is None and found.session is not None
     if (
         feed is None
         or is_new_owner
-        or mailboxes.is_full(box)
+        or mailboxes.is_full(queue)
         or not hub.rates.may_send(identity, len(frame), now_ms)
     ):
-        mailboxes.let_go(box)
+        mailboxes.release(queue)
         return None
     seen = known.add(identifier, now_ms, plain.timestamp)
-    copy_id, seq = new_id(now_ms), hub.next_seq(now_ms)
-    ask: PendingRequest | None = None
+    message_id, seq = new_id(now_ms), hub.next_seq(now_ms)
+    pending: PendingRequest | None = None
     if asks:
-        deadline_ms = now_ms + hub.limits.hub_ask_ms
-        ask = PendingRequest(
-            identifier, session, route.sender, route.target, deadline_ms, ["accepted"], False, b"{}", copy_id
+        deadline_ms, path = now_ms + hub.limits.hub_ask_ms, route.sender.path
+        pending = PendingRequest(
+            identifier, session, path, route.target, deadline_ms, ["accepted"], False, b"{}", message_id
         )
-        ask.seen = (known, seen)
-        hub.asks.begin(ask)
-    texts = _store_fragments(hub.via, route.sender, route.target)
+        pending.seen = (known, seen)
+        hub.pending.begin(pending)
+    texts = _store_fragments(hub.sender, route.sender, route.target)
     kept = _PendingStore(
-        hub, session, frame, plain, route, texts, box, feed, copy_id, now_ms, seq, known, seen, ask
+        hub, session, frame, plain, route, texts, queue, feed, message_id, now_ms, seq, known, seen, pending
     )
-    box.appends += 1
+    queue.appends += 1
     body = b"".join(
         (
             b'{"id":"',
-            copy_id.encode(),
+            message_id.encode(),
             route.head,
             payload.type.encode(),
             b'","payload":',

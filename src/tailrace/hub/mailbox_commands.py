@@ -1,4 +1,4 @@
-"""`hub:mailbox_read`, `hub:mailbox_commit`, and the end of a mailbox."""
+"""Handlers of `hub:mailbox_read` and `hub:mailbox_commit`, and deletion of mailboxes."""
 
 from __future__ import annotations
 
@@ -36,56 +36,56 @@ if TYPE_CHECKING:
 
 LIMIT_DEFAULT: Final = 100
 READ_BYTES: Final = 512 * 1024
-ENTRIES_MAX: Final = 1000  # that one commit names
+ENTRIES_MAX: Final = 1000  # of one commit
 
 
 def authorised_path(hub: Hub, session: Session, request: HubRequest, action: str, now_ms: int) -> str:
-    """The address a mailbox command is about: the caller's own, or any for an administrator."""
+    """The address of a mailbox command: the caller's own, or any for an administrator."""
     text = request.payload.text("actorAddress")
-    path = request.sender if text is None else parse_address(text)
+    path = request.sender.path if text is None else parse_address(text)
     if path in session.addresses or (
-        session.actor.has("mailbox") and hub.policy.may_register(session.actor, path)
+        session.principal.has("mailbox") and hub.policy.may_register(session.principal, path)
     ):
         return path
-    if session.actor.admin:
+    if session.principal.admin:
         hub.audit(session, "admin", f"@({path})", action, now_ms)
         return path
     raise hub.denied(session, action, "not your address", f"@({path})", now_ms)
 
 
 def _find_feed(hub: Hub, session: Session, path: str, request: HubRequest) -> tuple[DeliveryQueue, Feed]:
-    """The stream that is meant: the mailbox, or another one that the actor is fed from."""
+    """The feed that the request names: the mailbox, or another one of the actor."""
     wanted = request.payload.text("stream")
     shared = _find_group_feed(hub, session, request.payload.text("subscriptionId"), wanted)
     if shared is not None:
         return shared
     own = mailbox_stream(path)
-    box = hub.mailboxes.open(path)
+    queue = hub.mailboxes.open(path)
     if wanted is None or wanted == own:
-        return box, box.feeds[own]
+        return queue, queue.feeds[own]
     if wanted == BROADCAST_STREAM:
-        return box, hub.mailboxes.feed(box, wanted, BROADCAST, begin=hub.streams.tail(wanted) or 0)
+        return queue, hub.mailboxes.feed(queue, wanted, BROADCAST, begin=hub.streams.tail(wanted) or 0)
     for stream, topic, subscription_id in hub.topics.durable_of(path):
         if stream == wanted:
-            feed = hub.mailboxes.feed(box, stream, TOPIC)
+            feed = hub.mailboxes.feed(queue, stream, TOPIC)
             feed.topic, feed.subscription_id = topic, subscription_id
-            return box, feed
-    raise field_error("stream", "the actor is not fed from this stream")
+            return queue, feed
+    raise field_error("stream", "the actor does not read this stream")
 
 
 def _find_group_feed(
     hub: Hub, session: Session, subscription_id: str | None, wanted: str | None
 ) -> tuple[DeliveryQueue, Feed] | None:
-    """A stream of a durable group that the session takes part in."""
+    """A feed of a durable group that the session is a member of."""
     mine = None if subscription_id is None else session.subscriptions.get(subscription_id)
     if mine is None or not mine.durable or mine.group is None:
         return None
-    box = hub.mailboxes.open_group(group_queue_path(mine.group, mine.filter.text))
+    queue = hub.mailboxes.open_group(group_queue_path(mine.group, mine.filter.text))
     stream = topic_stream(mine.filter.text) if wanted is None else wanted
-    feed = box.feeds.get(stream)
+    feed = queue.feeds.get(stream)
     if feed is None:
-        raise field_error("stream", "the group is not fed from this stream")
-    return box, feed
+        raise field_error("stream", "the group does not read this stream")
+    return queue, feed
 
 
 def _resolve_offset(hub: Hub, stream: str, text: str) -> int:
@@ -99,11 +99,11 @@ def _resolve_offset(hub: Hub, stream: str, text: str) -> int:
 
 
 def read_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """Reading moves nothing, but what was read may be committed."""
+    """Reading does not move the cursor, but what was read may be committed."""
     path = authorised_path(hub, session, request, "mailbox_read", now_ms)
-    box, feed = _find_feed(hub, session, path, request)
-    hub.mailboxes.let_go(box)
-    if feed.kind == TOPIC and not hub.policy.may_topic(session.actor, "subscribe", feed.topic):
+    queue, feed = _find_feed(hub, session, path, request)
+    hub.mailboxes.release(queue)
+    if feed.kind == TOPIC and not hub.policy.may_topic(session.principal, "subscribe", feed.topic):
         raise hub.denied(session, "mailbox_read", "denied by policy", feed.topic, now_ms)
     limit = request.payload.integer("limit")
     entries_max = max(1, min(LIMIT_DEFAULT if limit is None else limit, LIMIT_DEFAULT))
@@ -128,14 +128,14 @@ def read_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -
         if found.error is not None:
             error = to_hub_error(found.error)
             earliest = hub.streams.offset(stream, hub.streams.earliest(stream))
-            told = HubError(error.code, error.message, {"earliestOffset": earliest})
-            hub.refuse_request(session, request, told, now_ms)
+            response = HubError(error.code, error.message, {"earliestOffset": earliest})
+            hub.send_request_error(session, request, response, now_ms)
             return
         cursor = feed.cursor
         if found.next_entry > max(cursor.read_upto, cursor.delivered):
-            # Written down soon, so that it can be committed after a restart too.
+            # Stored with the cursor, so that it can be committed after a restart too.
             cursor.read_upto = found.next_entry
-            hub.mailboxes.cursors.moved(box.path, stream)
+            hub.mailboxes.cursors.mark_dirty(queue.path, stream)
         _send_messages(hub, session, request, path, feed, found, now_ms)
 
     if not tail:
@@ -155,7 +155,7 @@ def _since_ns(request: HubRequest) -> int | None:
             return int(datetime.fromisoformat(found).timestamp() * 1e9)
         except ValueError:
             pass
-    raise field_error("since", "since is a time in ms, or of RFC 3339")
+    raise field_error("since", "since must be Unix milliseconds or an RFC 3339 timestamp")
 
 
 def _send_messages(
@@ -179,13 +179,13 @@ def _send_messages(
         "stream": stream,
         "messages": messages,
         "nextOffset": streams.offset(stream, found.next_entry),
-        # Null where there is no such stream: an empty mailbox is something else than none.
+        # Null if there is no such stream, which differs from an empty mailbox.
         "committed": None if known is None else streams.offset(stream, feed.cursor.committed),
         "earliestOffset": None if known is None else streams.offset(stream, streams.earliest(stream)),
         "upToDate": found.next_entry >= tail,
         "lag": None if known is None else tail - feed.cursor.committed,
     }
-    hub.reply(session, request, "hub:mailbox_messages", payload, now_ms)
+    hub.send_reply(session, request, "hub:mailbox_messages", payload, now_ms)
 
 
 class RejectedEntry(msgspec.Struct):
@@ -197,72 +197,74 @@ _rejects_decoder: Final = msgspec.json.Decoder(list[RejectedEntry])
 
 
 class CommitRequest(NamedTuple):
-    """What a commit says: everything up to an entry, single ones, and those that nobody can process."""
+    """A commit: everything up to an entry, single entries, and rejected ones."""
 
     upto: int
     entries: set[int]
     rejected: set[int]
 
 
-def _read_commit(hub: Hub, box: DeliveryQueue, feed: Feed, request: HubRequest) -> CommitRequest:
+def _read_commit(hub: Hub, queue: DeliveryQueue, feed: Feed, request: HubRequest) -> CommitRequest:
     text, texts = request.payload.text("offset"), request.payload.texts("offsets") or []
     raw = request.payload.raw.get("reject")
     try:
         rejects = _rejects_decoder.decode(b"[]" if raw is None or bytes(raw) == b"null" else raw)
     except msgspec.MsgspecError:
-        raise field_error("reject", "reject is a list of offsets with reasons") from None
+        raise field_error("reject", "reject must be a list of objects with offset and reason") from None
     if len(rejects) > ENTRIES_MAX or len(texts) > ENTRIES_MAX:
-        raise field_error("offsets", f"at most {ENTRIES_MAX} entries are named at once")
+        raise field_error("offsets", f"offsets and reject must have at most {ENTRIES_MAX} entries")
     if text is None and not rejects and not texts:
         raise field_error("offset", "offset is missing")
-    if texts and not box.one_by_one:
-        raise field_error("offsets", "single entries are committed with commit manual, or in a durable group")
+    if texts and not queue.commits_single:
+        raise field_error("offsets", "offsets needs commit manual or a durable group")
     bound = max(feed.cursor.delivered, feed.cursor.read_upto, feed.sent)
-    if isinstance(box, GroupQueue) and text is not None:
-        text, texts = None, [*texts, text]  # the members commit each for themselves
+    if isinstance(queue, GroupQueue) and text is not None:
+        text, texts = None, [*texts, text]  # each member commits for itself
     upto = feed.cursor.committed if text is None else _resolve_delivered(hub, feed, text, bound)
     entries = {_resolve_delivered(hub, feed, one, bound) for one in texts}
     return CommitRequest(upto, entries, {_resolve_delivered(hub, feed, one.offset, bound) for one in rejects})
 
 
 def commit_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """Never backwards, never past what was delivered or read; answered when it is durable."""
+    """Never moves back or past what was delivered or read; the response follows when it is durable."""
     path = authorised_path(hub, session, request, "mailbox_commit", now_ms)
-    box, feed = _find_feed(hub, session, path, request)
-    given = _read_commit(hub, box, feed, request)
+    queue, feed = _find_feed(hub, session, path, request)
+    given = _read_commit(hub, queue, feed, request)
     cursor = feed.cursor
-    fresh = {entry for entry in given.rejected if entry > cursor.committed and entry not in cursor.passed}
+    fresh = {
+        entry for entry in given.rejected if entry > cursor.committed and entry not in cursor.acknowledged
+    }
 
     def buried(error: TailraceError | None, now_ms: int) -> None:
         if error is not None:
-            hub.refuse_request(session, request, to_hub_error(error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(error), now_ms)
             return
-        _apply_commit(hub, box, feed, given, now_ms)
+        _apply_commit(hub, queue, feed, given, now_ms)
         hub.mailboxes.cursors.commit(
-            box.path, feed.stream, _commit_callback(hub, session, request, path, feed)
+            queue.path, feed.stream, _commit_callback(hub, session, request, path, feed)
         )
-        hub.mailboxes.pump(box, now_ms)
-        hub.mailboxes.let_go(box)
+        hub.mailboxes.deliver_next(queue, now_ms)
+        hub.mailboxes.release(queue)
 
-    hub.burials.bury(box, feed, fresh, buried, now_ms)
+    hub.rejected.dead_letter(queue, feed, fresh, buried, now_ms)
 
 
-def _apply_commit(hub: Hub, box: DeliveryQueue, feed: Feed, given: CommitRequest, now_ms: int) -> None:
-    """The position goes on, and what it passes is in flight no more."""
+def _apply_commit(hub: Hub, queue: DeliveryQueue, feed: Feed, given: CommitRequest, now_ms: int) -> None:
+    """Moves the cursor, and removes committed entries from flight."""
     upto, entries, rejected = given
-    for entry, flight in feed.flights.items():
+    for entry, flight in feed.in_flight.items():
         if (entry <= upto or entry in entries) and entry not in rejected:
             offset = hub.streams.offset(feed.stream, entry)
             kind = TRACE_KIND_BY_FEED[feed.kind]
-            hub.trace.note("processed", flight.copy, now_ms, kind=kind, stream=feed.stream, offset=offset)
+            hub.trace.record("processed", flight.copy, now_ms, kind=kind, stream=feed.stream, offset=offset)
     if upto > feed.cursor.committed:
         feed.cursor.committed = upto
         feed.cursor.delivered = max(feed.cursor.delivered, upto)
-    feed.land(feed.cursor.committed)
+    feed.commit_upto(feed.cursor.committed)
     if entries or rejected:
-        hub.mailboxes.done_with(box, feed, entries | rejected)
-    feed.cursor.follow_passed()
-    feed.land(feed.cursor.committed)
+        hub.mailboxes.mark_done(queue, feed, entries | rejected)
+    feed.cursor.advance()
+    feed.commit_upto(feed.cursor.committed)
 
 
 def _commit_callback(
@@ -272,18 +274,18 @@ def _commit_callback(
 
     def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is not None:
-            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(settled.error), now_ms)
             return
         if feed.kind == MAILBOX:
-            hub.asks.passed(feed.stream, committed, now_ms)
-        if request.is_ask or session.answer is not None:
+            hub.pending.on_committed(feed.stream, committed, now_ms)
+        if request.is_ask or session.on_http_answer is not None:
             payload = {
                 "actorAddress": f"@({path})",
                 "stream": feed.stream,
                 "committed": hub.streams.offset(feed.stream, feed.cursor.committed),
                 "lag": (hub.streams.tail(feed.stream) or 0) - feed.cursor.committed,
             }
-            hub.reply(session, request, "hub:mailbox_committed", payload, now_ms)
+            hub.send_reply(session, request, "hub:mailbox_committed", payload, now_ms)
 
     return then
 
@@ -298,26 +300,26 @@ def _resolve_delivered(hub: Hub, feed: Feed, text: str, bound: int) -> int:
 
 
 def remove_mailbox(hub: Hub, path: str) -> None:
-    """Ends a mailbox; what is left in it becomes dead letters first."""
+    """Deletes a mailbox, after dead-lettering what is left in it."""
     stream = mailbox_stream(path)
     if hub.streams.tail(stream) is None:
         return
-    box = hub.mailboxes.open(path)
-    feed = box.feeds[stream]
+    queue = hub.mailboxes.open(path)
+    feed = queue.feeds[stream]
 
     def then(found: ReadResult, now_ms: int) -> None:
         for number, time_ns, body in found.entries:
             copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
-            hub.mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
+            hub.mailboxes.dead_letter(queue, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
         if found.error is None and found.next_entry < (hub.streams.tail(stream) or 0):
             hub.effects.append(Read(stream, found.next_entry, 100, PAGE_BYTES, then))
             return
         hub.effects.append(DeleteStream(stream))
-        hub.mailboxes.cursors.forget(path, stream)
-        hub.mailboxes.cursors.forget(path, BROADCAST_STREAM)
-        box.feeds.pop(stream, None)
-        box.feeds.pop(BROADCAST_STREAM, None)
-        if hub.mailboxes.boxes.get(path) is box and not box.appends:
-            del hub.mailboxes.boxes[path]
+        hub.mailboxes.cursors.delete(path, stream)
+        hub.mailboxes.cursors.delete(path, BROADCAST_STREAM)
+        queue.feeds.pop(stream, None)
+        queue.feeds.pop(BROADCAST_STREAM, None)
+        if hub.mailboxes.queues.get(path) is queue and not queue.appends:
+            del hub.mailboxes.queues[path]
 
     hub.effects.append(Read(stream, feed.cursor.committed, 100, PAGE_BYTES, then))

@@ -1,4 +1,4 @@
-"""Mailboxes: messages that wait in a stream until their actor has them. Pushed from the log, in its order."""
+"""Mailboxes: messages are appended to a stream, then pushed to the owner in log order."""
 
 from __future__ import annotations
 
@@ -42,73 +42,73 @@ if TYPE_CHECKING:
 PAGE_ENTRIES: Final = 100
 PAGE_BYTES: Final = 256 * 1024
 TRACE_KIND_BY_FEED: Final = {MAILBOX: "send", BROADCAST: "broadcast", TOPIC: "publish"}
-STORED_BYTES_MAX: Final = 2**30  # what is in a stream was let in before
+STORED_BYTES_MAX: Final = 2**30  # checked when it was accepted
 
 RefusedCallback = Callable[[HubError, int], None]
-StoredCallback = Callable[[AppendOutcome, bool], None]  # and whether it was handed over at once
+StoredCallback = Callable[[AppendOutcome, bool], None]  # and whether it was delivered at once
 
 
 class Mailboxes:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self.boxes: dict[str, DeliveryQueue] = {}
-        self.begun: dict[str, int] = {}  # by stream that many read: its first entry of this process
+        self.queues: dict[str, DeliveryQueue] = {}
+        self.first_entries: dict[str, int] = {}  # by shared stream: its first entry of this process
         self.cursors = Cursors(hub)
-        self._resting: dict[DeliveryQueue, None] = {}  # nobody is there, but more may come in a moment
+        self._to_release: dict[DeliveryQueue, None] = {}  # without a session; released at the next tick
 
     # -- finding ---------------------------------------------------------------------------------------
 
     def has(self, path: str) -> bool:
-        """Whether messages for this address can wait."""
-        box = self.boxes.get(path)
-        if box is not None and (box.appends or box.options.durable):
+        """Whether this address has a mailbox."""
+        queue = self.queues.get(path)
+        if queue is not None and (queue.appends or queue.options.durable):
             return True
         return self._hub.streams.tail(mailbox_stream(path)) is not None
 
     def open(self, path: str) -> DeliveryQueue:
-        box = self.boxes.get(path)
-        if box is None:
-            box = self.boxes[path] = DeliveryQueue(path)
-        if box.mailbox is None:
-            box.mailbox = self.feed(box, mailbox_stream(path), MAILBOX)
-        return box
+        queue = self.queues.get(path)
+        if queue is None:
+            queue = self.queues[path] = DeliveryQueue(path)
+        if queue.mailbox is None:
+            queue.mailbox = self.feed(queue, mailbox_stream(path), MAILBOX)
+        return queue
 
     def open_group(self, path: str) -> GroupQueue:
-        box = self.boxes.get(path)
-        if box is None:
-            box = self.boxes[path] = GroupQueue(path)
-        assert isinstance(box, GroupQueue)
-        return box
+        queue = self.queues.get(path)
+        if queue is None:
+            queue = self.queues[path] = GroupQueue(path)
+        assert isinstance(queue, GroupQueue)
+        return queue
 
-    def feed(self, box: DeliveryQueue, stream: str, kind: str, *, begin: int = 0) -> Feed:
-        """The feed from a stream; `begin` if it never had one."""
-        found = box.feeds.get(stream)
+    def feed(self, queue: DeliveryQueue, stream: str, kind: str, *, begin: int = 0) -> Feed:
+        """The feed of a stream; `begin` is the position of a new one."""
+        found = queue.feeds.get(stream)
         if found is None:
-            cursor = self.cursors.of(box.path, stream)
+            cursor = self.cursors.get(queue.path, stream)
             if cursor is None:
-                # What an earlier process appended it may have handed over, too.
-                cursor = Cursor(begin, begin, unsure_upto=self._inherited(stream, kind))
-                self.cursors.put(box.path, stream, cursor)
+                # An earlier process may have delivered what it appended.
+                cursor = Cursor(begin, begin, maybe_delivered_upto=self._inherited(stream, kind))
+                self.cursors.set(queue.path, stream, cursor)
                 if begin:
-                    self.cursors.moved(box.path, stream)
-            found = box.feeds[stream] = Feed(stream, kind, cursor)
+                    self.cursors.mark_dirty(queue.path, stream)
+            found = queue.feeds[stream] = Feed(stream, kind, cursor)
         return found
 
     def _inherited(self, stream: str, kind: str) -> int:
         """The last entry of an earlier process. A mailbox is opened before anything is appended to it."""
         tail = self._hub.streams.tail(stream) or 0
-        return tail if kind == MAILBOX else self.begun.get(stream, tail + 1) - 1
+        return tail if kind == MAILBOX else self.first_entries.get(stream, tail + 1) - 1
 
-    def uncommitted(self, box: DeliveryQueue) -> int:
-        feed = box.mailbox
+    def uncommitted(self, queue: DeliveryQueue) -> int:
+        feed = queue.mailbox
         if feed is None:
             return 0
-        return (self._hub.streams.tail(feed.stream) or 0) - feed.cursor.committed + box.appends
+        return (self._hub.streams.tail(feed.stream) or 0) - feed.cursor.committed + queue.appends
 
     # -- owners ----------------------------------------------------------------------------------------
 
     def attach(self, found: Registration, session: Session, now_ms: int) -> None:
-        """The owner of an address is online: what waits for it is pushed."""
+        """The owner of an address is online: pushes its mailbox."""
         path, hub = found.path, self._hub
         if not (found.options.durable or self.has(path)):
             return
@@ -116,201 +116,210 @@ class Mailboxes:
         is_new = hub.streams.tail(stream) is None
         if found.options.durable and is_new:
             hub.effects.append(CreateStream(stream))
-        box = self.open(path)
-        box.options = found.options
-        # Broadcasts name whom they are for. Whoever was here before begins where it was, or at the beginning.
+        queue = self.open(path)
+        queue.options = found.options
+        # Broadcast entries name their recipients. A known mailbox starts at its cursor, or at the beginning.
         begin = (hub.streams.tail(BROADCAST_STREAM) or 0) if is_new else 0
-        self.feed(box, BROADCAST_STREAM, BROADCAST, begin=begin)
-        self.take(box, session)
-        box.live = False
-        self.pump(box, now_ms)
+        self.feed(queue, BROADCAST_STREAM, BROADCAST, begin=begin)
+        self.assign_session(queue, session)
+        queue.is_caught_up = False
+        self.deliver_next(queue, now_ms)
 
-    def take(self, box: DeliveryQueue, session: Session) -> None:
-        """From here on the feeds of an actor come to this session."""
-        if box.session is session:
+    def assign_session(self, queue: DeliveryQueue, session: Session) -> None:
+        """Pushes the feeds of an actor to this session from here on."""
+        if queue.session is session:
             return
-        if box.session is not None:
-            box.session.boxes.pop(box.path, None)
-        box.session = session
-        session.boxes[box.path] = None
-        for feed in box.feeds.values():
+        if queue.session is not None:
+            queue.session.queues.pop(queue.path, None)
+        queue.session = session
+        session.queues[queue.path] = None
+        for feed in queue.feeds.values():
             feed.rewind()
 
-    def came_back(self, session: Session, now_ms: int) -> None:
-        """A session was resumed: what it did not commit is handed over again."""
-        for path in tuple(session.boxes):
-            box = self.boxes.get(path)
-            if box is not None and box.serves(session):
-                if isinstance(box, GroupQueue):
-                    box.resumed(session)
-                elif box.options.manual:
-                    for feed in box.feeds.values():
+    def on_resumed(self, session: Session, now_ms: int) -> None:
+        """A session was resumed: redelivers what it did not commit."""
+        for path in tuple(session.queues):
+            queue = self.queues.get(path)
+            if queue is not None and queue.serves(session):
+                if isinstance(queue, GroupQueue):
+                    queue.resumed(session)
+                elif queue.options.manual:
+                    for feed in queue.feeds.values():
                         feed.rewind()
-                box.live = False
-                self.pump(box, now_ms)
+                queue.is_caught_up = False
+                self.deliver_next(queue, now_ms)
 
     def leave(self, path: str, session: Session) -> None:
-        """The owner is gone; its cursors stay."""
-        box = self.boxes.get(path)
-        if box is not None and box.session is session:
-            box.session = None
-            session.boxes.pop(path, None)
-            for stream in [stream for stream, feed in box.feeds.items() if feed.kind == TOPIC]:
-                del box.feeds[stream]
-            self.let_go(box)
+        """The owner is offline; its cursors stay."""
+        queue = self.queues.get(path)
+        if queue is not None and queue.session is session:
+            queue.session = None
+            session.queues.pop(path, None)
+            for stream in [stream for stream, feed in queue.feeds.items() if feed.kind == TOPIC]:
+                del queue.feeds[stream]
+            self.release(queue)
 
     def leave_group(self, found: TopicSubscription) -> None:
-        """A member is gone; what it had goes to the others, and without any it waits."""
+        """A member left; what it had in flight is requeued for the others."""
         assert found.group is not None
-        box = self.boxes.get(group_queue_path(found.group, found.filter.text))
-        if not isinstance(box, GroupQueue):
+        queue = self.queues.get(group_queue_path(found.group, found.filter.text))
+        if not isinstance(queue, GroupQueue):
             return
-        box.leave(found)
-        if found.session is not None and not box.serves(found.session):
-            found.session.boxes.pop(box.path, None)
-        self.let_go(box)
+        queue.leave(found)
+        if found.session is not None and not queue.serves(found.session):
+            found.session.queues.pop(queue.path, None)
+        self.release(queue)
 
-    def let_go(self, box: DeliveryQueue) -> None:
-        """Nobody is here, and nothing is on its way: the cursors remember enough."""
-        waits = box.attended or box.appends or any(feed.deliveries for feed in box.feeds.values())
-        if not waits and self.boxes.get(box.path) is box:
-            del self.boxes[box.path]
-            for stream in box.feeds:
+    def release(self, queue: DeliveryQueue) -> None:
+        """Drops a queue without session and pending appends: its cursors are enough to rebuild it."""
+        waits = queue.has_session or queue.appends or any(feed.deliveries for feed in queue.feeds.values())
+        if not waits and self.queues.get(queue.path) is queue:
+            del self.queues[queue.path]
+            for stream in queue.feeds:
                 if self._hub.streams.tail(stream) is None:
-                    self.cursors.drop(box.path, stream)
+                    self.cursors.remove(queue.path, stream)
 
-    def rest(self, box: DeliveryQueue) -> None:
-        """Lets go of it a moment later: where one message is kept, another often follows."""
-        if box.session is None:
-            self._resting[box] = None
+    def release_later(self, queue: DeliveryQueue) -> None:
+        """Releases a queue without session at the next tick: another append often follows."""
+        if queue.session is None:
+            self._to_release[queue] = None
         else:
-            self.let_go(box)
+            self.release(queue)
 
     # -- storing ---------------------------------------------------------------------------------------
 
-    def is_full(self, box: DeliveryQueue) -> bool:
-        """Whether a mailbox takes nothing more before some of it is committed."""
-        assert box.mailbox is not None
-        limits, streams, stream = self._hub.limits, self._hub.streams, box.mailbox.stream
+    def is_full(self, queue: DeliveryQueue) -> bool:
+        """Whether the mailbox is at its limit of entries or bytes."""
+        assert queue.mailbox is not None
+        limits, streams, stream = self._hub.limits, self._hub.streams, queue.mailbox.stream
         tail = streams.tail(stream) or 0
-        waiting = tail - box.mailbox.cursor.committed + box.appends
+        waiting = tail - queue.mailbox.cursor.committed + queue.appends
         size = streams.size_bytes(stream)
-        if waiting < tail:  # those that are not durable yet count, and their bytes are in the size already
+        if waiting < tail:  # includes entries that are not durable yet; the size includes their bytes
             size = size * waiting // tail
         return waiting >= limits.hub_mailbox_entries or size >= limits.hub_mailbox_bytes
 
     def check_room(self, path: str) -> None:
-        box = self.open(path)
-        if self.is_full(box):
-            self.let_go(box)
+        queue = self.open(path)
+        if self.is_full(queue):
+            self.release(queue)
             raise HubError("mailbox_full", "the recipient's mailbox is full", {"actorAddress": f"@({path})"})
 
     def store(
         self,
         path: str,
         copy: OutgoingMessage,
-        ask: PendingRequest | None,
+        pending: PendingRequest | None,
         now_ms: int,
         *,
         producer: tuple[str, int, int] | None = None,
         refused: RefusedCallback | None = None,
         outcome: StoredCallback | None = None,
     ) -> None:
-        """Appends, then delivers: nobody sees a message before it is durable."""
+        """Appends, then delivers: no message is visible before it is durable."""
         hub = self._hub
-        box = self.open(path)
+        queue = self.open(path)
         registered = hub.registry.find(path, now_ms)
-        if box.session is None and registered is not None and registered.session is not None:
-            box.options = registered.options
-            self.take(box, registered.session)
-        feed = box.mailbox
+        if queue.session is None and registered is not None and registered.session is not None:
+            queue.options = registered.options
+            self.assign_session(queue, registered.session)
+        feed = queue.mailbox
         assert feed is not None
         copy.metadata = requests.append_metadata(copy.metadata, b'"hubSeq":%d' % hub.next_seq(now_ms))
-        box.appends += 1
+        queue.appends += 1
 
         def then(settled: AppendOutcome, now_ms: int) -> None:
-            box.appends -= 1
+            queue.appends -= 1
             if settled.error is not None:
                 error = to_hub_error(settled.error)
-                if ask is not None:
-                    hub.asks.failed(ask, error, now_ms)
-                    if ask.seen is not None:
-                        ask.seen[0].forget(ask.request_id)  # it may be sent again
+                if pending is not None:
+                    hub.pending.fail(pending, error, now_ms)
+                    if pending.seen is not None:
+                        pending.seen[0].forget(pending.request_id)  # it may be sent again
                 elif refused is not None:
                     refused(error, now_ms)
                 if outcome is not None:
                     outcome(settled, False)
-                self.let_go(box)
+                self.release(queue)
                 return
-            if ask is not None:
-                ask.duplicate = settled.duplicate
-                hub.asks.committed(
-                    ask, feed.stream, settled.entry, settled.offset, online=box.online, now_ms=now_ms
+            if pending is not None:
+                pending.duplicate = settled.duplicate
+                hub.pending.on_stored(
+                    pending, feed.stream, settled.entry, settled.offset, online=queue.online, now_ms=now_ms
                 )
                 if settled.duplicate:
-                    hub.asks.handed(ask, now_ms, waits=not box.online)
-            handed = False
+                    hub.pending.on_delivered(pending, now_ms, waits=not queue.online)
+            delivered = False
             if not settled.duplicate:
-                hub.trace.note("accepted", copy, now_ms, stream=feed.stream, offset=settled.offset)
-                handed = self.arrived(box, feed, settled.entry, copy, now_ms)
+                hub.trace.record("accepted", copy, now_ms, stream=feed.stream, offset=settled.offset)
+                delivered = self.on_appended(queue, feed, settled.entry, copy, now_ms)
             if outcome is not None:
-                outcome(settled, handed)
-            self.let_go(box)
+                outcome(settled, delivered)
+            self.release(queue)
 
-        hub.append(Append(feed.stream, copy.frame(), then, key=copy.sender.encode(), producer=producer))
+        hub.append(
+            Append(feed.stream, copy.frame(), then, key=copy.sender.address.encode(), producer=producer)
+        )
 
-    def arrived(self, box: DeliveryQueue, feed: Feed, entry: int, copy: OutgoingMessage, now_ms: int) -> bool:
-        """An entry is durable: handed over at once if everything before it was, and whether it was."""
-        if not box.is_fed:
+    def on_appended(
+        self, queue: DeliveryQueue, feed: Feed, entry: int, copy: OutgoingMessage, now_ms: int
+    ) -> bool:
+        """A durable entry: delivered at once if everything before it was. Returns whether it was."""
+        if not queue.is_pushed:
             return False
-        if box.live and feed.sent == entry - 1 and box.is_ready(self._room(feed, now_ms), at_once=True):
-            self._hand(box, feed, PrefetchedEntry(entry, now_ms * 1_000_000, copy, 0), now_ms)
+        if (
+            queue.is_caught_up
+            and feed.sent == entry - 1
+            and queue.is_ready(self._room(feed, now_ms), at_once=True)
+        ):
+            self._deliver(queue, feed, PrefetchedEntry(entry, now_ms * 1_000_000, copy, 0), now_ms)
             if feed.sent == entry:
                 return feed.cursor.delivered >= entry
-        box.live = False
-        self.pump(box, now_ms)
+        queue.is_caught_up = False
+        self.deliver_next(queue, now_ms)
         return feed.cursor.delivered >= entry
 
-    # -- handing over ----------------------------------------------------------------------------------
+    # -- delivering ------------------------------------------------------------------------------------
 
-    def pump(self, box: DeliveryQueue, now_ms: int) -> None:
-        """Hands over what is durable and was not, as long as there is room for it."""
-        while box.is_ready(self._room(None, now_ms)):
-            behind = [feed for feed in box.feeds.values() if feed.ahead or self._is_behind(feed)]
+    def deliver_next(self, queue: DeliveryQueue, now_ms: int) -> None:
+        """Delivers durable entries in order while there is room."""
+        while queue.is_ready(self._room(None, now_ms)):
+            behind = [feed for feed in queue.feeds.values() if feed.prefetched or self._is_behind(feed)]
             if not behind:
-                box.live = True
+                queue.is_caught_up = True
                 return
             waits = False
             for feed in behind:
-                if not feed.ahead:
+                if not feed.prefetched:
                     waits = True
-                    self._read(box, feed)
+                    self._read(queue, feed)
             if waits:
                 return
-            feed = min(behind, key=lambda one: one.ahead[0].seq)
-            if isinstance(box, GroupQueue) and not box.is_ready(self._room(feed, now_ms)):
-                return  # nobody who may have it is here
-            ahead = feed.ahead[0]
-            self._hand(box, feed, ahead, now_ms)
-            if feed.sent < ahead.entry:
-                return  # the connection takes nothing more
-            if feed.ahead and feed.ahead[0] is ahead:
-                feed.ahead.popleft()
+            feed = min(behind, key=lambda one: one.prefetched[0].seq)
+            if isinstance(queue, GroupQueue) and not queue.is_ready(self._room(feed, now_ms)):
+                return  # no member may receive it
+            prefetched = feed.prefetched[0]
+            self._deliver(queue, feed, prefetched, now_ms)
+            if feed.sent < prefetched.entry:
+                return  # the connection is full
+            if feed.prefetched and feed.prefetched[0] is prefetched:
+                feed.prefetched.popleft()
 
     def _room(self, feed: Feed | None, now_ms: int) -> HasRoom:
-        """Who can be given something now: something of this feed, if there is one."""
+        """A check whether a session has room, and may receive this feed."""
         hub = self._hub
         if feed is None or feed.kind != TOPIC:
-            return lambda session: hub.flow.has_room(session, now_ms)
+            return lambda session: hub.flow_control.has_room(session, now_ms)
         topic = feed.topic
         return lambda session: (
-            hub.flow.has_room(session, now_ms) and hub.policy.may_topic(session.actor, "subscribe", topic)
+            hub.flow_control.has_room(session, now_ms)
+            and hub.policy.may_topic(session.principal, "subscribe", topic)
         )
 
     def _is_behind(self, feed: Feed) -> bool:
         return (self._hub.streams.tail(feed.stream) or 0) > feed.sent
 
-    def _read(self, box: DeliveryQueue, feed: Feed) -> None:
+    def _read(self, queue: DeliveryQueue, feed: Feed) -> None:
         if feed.reading:
             return
         feed.reading = True
@@ -318,26 +327,26 @@ class Mailboxes:
 
         def then(found: ReadResult, now_ms: int) -> None:
             feed.reading = False
-            if found.error is not None or feed.sent != after or feed.ahead:
+            if found.error is not None or feed.sent != after or feed.prefetched:
                 if found.error is not None and found.error.code == "offset_gone":
                     feed.sent = max(feed.sent, self._hub.streams.earliest(feed.stream))
                 elif found.error is not None:
-                    return  # tried again when something happens
-                self.pump(box, now_ms)
+                    return  # retried at the next event
+                self.deliver_next(queue, now_ms)
                 return
             for number, time_ns, body in found.entries:
-                feed.ahead.append(self._ahead(box, feed, number, time_ns, body, now_ms))
-            self.pump(box, now_ms)
+                feed.prefetched.append(self._prefetch(queue, feed, number, time_ns, body, now_ms))
+            self.deliver_next(queue, now_ms)
 
         self._hub.effects.append(Read(feed.stream, after, PAGE_ENTRIES, PAGE_BYTES, then))
 
-    def _ahead(
-        self, box: DeliveryQueue, feed: Feed, number: int, time_ns: int, body: bytes, now_ms: int
+    def _prefetch(
+        self, queue: DeliveryQueue, feed: Feed, number: int, time_ns: int, body: bytes, now_ms: int
     ) -> PrefetchedEntry:
         mine = True
         if feed.kind == BROADCAST:
             entry = decode_broadcast(body)
-            mine = box.path in entry.recipients
+            mine = queue.path in entry.recipients
             body = bytes(entry.message)
         copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
         if feed.kind != MAILBOX:
@@ -345,81 +354,86 @@ class Mailboxes:
         seq = requests.parse_metadata(copy).get("hubSeq")
         return PrefetchedEntry(number, time_ns, copy, int(bytes(seq)) if seq is not None else 0, mine)
 
-    def _hand(self, box: DeliveryQueue, feed: Feed, ahead: PrefetchedEntry, now_ms: int) -> None:
-        """To the connection; `feed.sent` tells whether it was taken."""
-        hub, entry, copy = self._hub, ahead.entry, ahead.copy
-        assert box.session is not None
+    def _deliver(self, queue: DeliveryQueue, feed: Feed, prefetched: PrefetchedEntry, now_ms: int) -> None:
+        """Sends an entry to the connection; `feed.sent` shows whether it was accepted."""
+        hub, entry, copy = self._hub, prefetched.entry, prefetched.copy
+        assert queue.session is not None
         if feed.kind != MAILBOX:
-            copy.to = box.address
+            copy.to = queue.address
         cursor = feed.cursor
-        if not ahead.mine or entry in feed.flights or entry <= cursor.committed or entry in cursor.passed:
-            if not ahead.mine:
-                self._pass(box, feed, entry)
+        if (
+            not prefetched.mine
+            or entry in feed.in_flight
+            or entry <= cursor.committed
+            or entry in cursor.acknowledged
+        ):
+            if not prefetched.mine:
+                self._skip(queue, feed, entry)
             feed.sent = max(feed.sent, entry)
             return
         before = feed.deliveries.get(entry, 0)
-        reason = self._undeliverable(box, feed, ahead, before, now_ms)
+        reason = self._undeliverable(queue, feed, prefetched, before, now_ms)
         if reason is not None:
             if reason != "denied":
-                self.bury(box, feed, entry, copy, reason, before, ahead.time_ns, now_ms)
-            self._pass(box, feed, entry)
+                self.dead_letter(queue, feed, entry, copy, reason, before, prefetched.time_ns, now_ms)
+            self._skip(queue, feed, entry)
             return
         offset = hub.streams.offset(feed.stream, entry)
         more = b',"mailbox":{"stream":%b,"offset":"%b"' % (
             msgspec.json.encode(feed.stream),
             offset.encode(),
         )
-        holder = box.holder
+        holder = queue.holder
         subscription_id = feed.subscription_id if holder is None else holder.subscription.id
         if subscription_id is not None:
             more += b',"subscriptionId":"%b"' % subscription_id.encode()
         more += b"}"
-        if before or entry <= max(feed.handed_before, feed.cursor.unsure_upto):
+        if before or entry <= max(feed.delivered_before, feed.cursor.maybe_delivered_upto):
             more += b',"redelivered":true,"deliveryCount":%d' % (before + 1)
-        ask = hub.asks.stored_at(feed.stream, entry, box.path)
-        if ask is not None and feed.kind == TOPIC:
-            copy = msgspec.structs.replace(copy, id=ask.copy_id, pattern="ask")
-            more += ask.own
+        pending = hub.pending.stored_at(feed.stream, entry, queue.path)
+        if pending is not None and feed.kind == TOPIC:
+            copy = msgspec.structs.replace(copy, id=pending.message_id, pattern="ask")
+            more += pending.reply_metadata
         frame = copy.frame(more)
-        if hub.flow.offer(box.session, frame, now_ms, mode="log") != SENT:
+        if hub.flow_control.offer(queue.session, frame, now_ms, mode="log") != SENT:
             return
         feed.sent = max(feed.sent, entry)
         feed.cursor.delivered = max(feed.cursor.delivered, entry)
-        if ask is None and feed.kind == MAILBOX and copy.pattern == "ask":
-            ask = hub.asks.rebuild(copy, box.path, feed.stream, entry, offset, now_ms)
-        if box.options.manual:
-            due_ms = now_ms + box.options.ack_timeout_ms
+        if pending is None and feed.kind == MAILBOX and copy.pattern == "ask":
+            pending = hub.pending.rebuild(copy, queue.path, feed.stream, entry, offset, now_ms)
+        if queue.options.manual:
+            due_ms = now_ms + queue.options.ack_timeout_ms
             light = msgspec.structs.replace(copy, payload=b"")
-            feed.take_off(entry, InFlightEntry(due_ms, len(frame), light, holder))
+            feed.add_in_flight(entry, InFlightEntry(due_ms, len(frame), light, holder))
             feed.deliveries[entry] = before + 1
-            self.cursors.moved(box.path, feed.stream)
+            self.cursors.mark_dirty(queue.path, feed.stream)
         else:
-            self.done_with(box, feed, {entry})
-        hub.trace.note(
+            self.mark_done(queue, feed, {entry})
+        hub.trace.record(
             "delivered", copy, now_ms, kind=TRACE_KIND_BY_FEED[feed.kind], stream=feed.stream, offset=offset
         )
-        if ask is not None and not ask.done:
-            hub.asks.sent_to(ask, box.session)
-            hub.asks.handed(ask, now_ms, processed=not box.options.manual)
+        if pending is not None and not pending.done:
+            hub.pending.sent_to(pending, queue.session)
+            hub.pending.on_delivered(pending, now_ms, processed=not queue.options.manual)
 
     def _undeliverable(
-        self, box: DeliveryQueue, feed: Feed, ahead: PrefetchedEntry, before: int, now_ms: int
+        self, queue: DeliveryQueue, feed: Feed, prefetched: PrefetchedEntry, before: int, now_ms: int
     ) -> str | None:
         hub = self._hub
-        if ahead.copy.is_expired(now_ms):
+        if prefetched.copy.is_expired(now_ms):
             return "message_expired"
-        if now_ms - ahead.time_ns // 1_000_000 > hub.limits.hub_mailbox_ms:
+        if now_ms - prefetched.time_ns // 1_000_000 > hub.limits.hub_mailbox_ms:
             return "mailbox_expired"
-        if box.options.manual and before >= box.options.max_deliver:
+        if queue.options.manual and before >= queue.options.max_deliver:
             return "max_deliveries"
-        if feed.kind == TOPIC and box.session is not None:
-            if not hub.policy.may_topic(box.session.actor, "subscribe", feed.topic):
+        if feed.kind == TOPIC and queue.session is not None:
+            if not hub.policy.may_topic(queue.session.principal, "subscribe", feed.topic):
                 return "denied"
         return None
 
-    def bury(
+    def dead_letter(
         self,
-        box: DeliveryQueue,
+        queue: DeliveryQueue,
         feed: Feed,
         entry: int,
         copy: OutgoingMessage,
@@ -430,77 +444,79 @@ class Mailboxes:
         *,
         then: Callable[[AppendOutcome, int], None] | None = None,
     ) -> None:
-        """An accepted message that nobody will get."""
+        """Dead-letters an accepted message, and fails its pending request."""
         hub = self._hub
-        hub.dead.write(
+        hub.dead_letters.write(
             reason,
             copy,
             now_ms,
             stream=feed.stream,
             offset=hub.streams.offset(feed.stream, entry),
-            cursor=cursor_key(box.path, feed.stream),
+            cursor=cursor_key(queue.path, feed.stream),
             attempts=attempts,
             accepted_ms=time_ns // 1_000_000,
             then=then,
         )
-        ask = hub.asks.stored_at(feed.stream, entry, box.path)
-        if ask is not None:
+        pending = hub.pending.stored_at(feed.stream, entry, queue.path)
+        if pending is not None:
             code = "message_expired" if reason == "message_expired" else "timeout"
-            hub.asks.failed(ask, HubError(code, f"not delivered: {reason}", {"outcome": "unknown"}), now_ms)
+            hub.pending.fail(
+                pending, HubError(code, f"not delivered: {reason}", {"outcome": "unknown"}), now_ms
+            )
 
-    def _pass(self, box: DeliveryQueue, feed: Feed, entry: int) -> None:
-        """Done with an entry that was not handed over."""
+    def _skip(self, queue: DeliveryQueue, feed: Feed, entry: int) -> None:
+        """Commits an entry without delivering it."""
         feed.sent = max(feed.sent, entry)
-        self.done_with(box, feed, {entry})
+        self.mark_done(queue, feed, {entry})
 
-    def done_with(self, box: DeliveryQueue, feed: Feed, entries: set[int]) -> None:
-        """One by one; the committed position follows as far as there is no gap."""
+    def mark_done(self, queue: DeliveryQueue, feed: Feed, entries: set[int]) -> None:
+        """Commits entries; the committed position advances up to the first gap."""
         cursor = feed.cursor
         for entry in entries:
-            feed.touch_down(entry)
+            feed.remove_in_flight(entry)
             feed.deliveries.pop(entry, None)
-        if box.one_by_one:
-            cursor.passed |= {entry for entry in entries if entry > cursor.committed}
+        if queue.commits_single:
+            cursor.acknowledged |= {entry for entry in entries if entry > cursor.committed}
         else:
             cursor.committed = max(cursor.committed, *entries)
-        cursor.follow_passed()
-        self.cursors.moved(box.path, feed.stream)
+        cursor.advance()
+        self.cursors.mark_dirty(queue.path, feed.stream)
 
     # -- time and room ---------------------------------------------------------------------------------
 
     def on_room(self, session: Session, now_ms: int) -> None:
-        for path in tuple(session.boxes):
-            box = self.boxes.get(path)
-            if box is not None and box.serves(session) and not box.live:
-                self.pump(box, now_ms)
+        for path in tuple(session.queues):
+            queue = self.queues.get(path)
+            if queue is not None and queue.serves(session) and not queue.is_caught_up:
+                self.deliver_next(queue, now_ms)
 
     def tick(self, now_ms: int) -> None:
-        """What was handed over and not committed in time is handed over again."""
-        resting, self._resting = self._resting, {}
-        for box in resting:
-            self.let_go(box)
-        for box in tuple(self.boxes.values()):
-            if not box.online:
+        """Redelivers what was not committed in time."""
+        to_release, self._to_release = self._to_release, {}
+        for queue in to_release:
+            self.release(queue)
+        for queue in tuple(self.queues.values()):
+            if not queue.online:
                 continue
-            if box.one_by_one:
-                for feed in box.feeds.values():
-                    self._take_back(box, feed, now_ms)
-            if not box.live:
-                self.pump(box, now_ms)
+            if queue.commits_single:
+                for feed in queue.feeds.values():
+                    self._requeue_due(queue, feed, now_ms)
+            if not queue.is_caught_up:
+                self.deliver_next(queue, now_ms)
 
-    def _take_back(self, box: DeliveryQueue, feed: Feed, now_ms: int) -> None:
-        due = [entry for entry, flight in feed.flights.items() if flight.due_ms <= now_ms]
+    def _requeue_due(self, queue: DeliveryQueue, feed: Feed, now_ms: int) -> None:
+        due = [entry for entry, flight in feed.in_flight.items() if flight.due_ms <= now_ms]
         if due:
-            feed.take_back(due)
-            box.live = False
+            feed.requeue(due)
+            queue.is_caught_up = False
 
-    def summary(self, session: Session) -> tuple[int, int, bool]:
-        """Entries that wait, entries in flight, and whether everything is pushed at once."""
-        lag, flights, live = 0, 0, True
-        for path in tuple(session.boxes):
-            box = self.boxes.get(path)
-            if box is not None:
-                lag += self.uncommitted(box)
-                flights += box.in_flight()
-                live = live and box.live
-        return lag, flights, live
+    def session_lag(self, session: Session) -> tuple[int, int, bool]:
+        """Uncommitted entries, entries in flight, and whether all queues are caught up."""
+        lag, in_flight, live = 0, 0, True
+        for path in tuple(session.queues):
+            queue = self.queues.get(path)
+            if queue is not None:
+                lag += self.uncommitted(queue)
+                in_flight += queue.in_flight()
+                live = live and queue.is_caught_up
+        return lag, in_flight, live

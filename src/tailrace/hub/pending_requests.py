@@ -1,8 +1,6 @@
 """Requests that wait for an acknowledgement or a reply, with their deadlines.
 
-When asks are over if nobody answers them. Most are answered long before, and then cost nothing more.
-
-Asks that wait: for an ack level, for a reply. Each gets one outcome per level, and one in the end.
+Each pending request gets one outcome per acknowledgement level, and one final outcome.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ from msgspec import Raw
 
 from tailrace.hub import requests
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
-from tailrace.hub.envelope import encode_envelope, new_id
+from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.requests import OutgoingMessage
+from tailrace.hub.sender import Sender, stamp_reply
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
@@ -30,44 +29,45 @@ SECOND_MS: Final = 1000
 
 
 class RequestDeadlines:
-    """Asks by the second in which they end, so that one which was answered can be taken out at once.
+    """Pending requests by the second of their deadline, so that a completed one is removed at once.
 
-    A heap of asks would keep each until its time had come: at ten thousand a second, hundreds of thousands.
+    A heap would hold each until its deadline: at ten thousand per second, hundreds of thousands.
     """
 
     __slots__ = ("_by_second", "_seconds")
 
     def __init__(self) -> None:
-        self._by_second: dict[int, dict[str, PendingRequest]] = {}  # by the id of the copy
-        self._seconds: list[int] = []  # a heap of the keys of those
+        self._by_second: dict[int, dict[str, PendingRequest]] = {}  # by message id
+        self._seconds: list[int] = []  # a heap of its keys
 
     def __len__(self) -> int:
         return sum(map(len, self._by_second.values()))
 
-    def add(self, ask: PendingRequest) -> None:
-        second = ask.deadline_ms // SECOND_MS
+    def add(self, pending: PendingRequest) -> None:
+        second = pending.deadline_ms // SECOND_MS
         found = self._by_second.get(second)
         if found is None:
             found = self._by_second[second] = {}
             heapq.heappush(self._seconds, second)
-        found[ask.copy_id] = ask
+        found[pending.message_id] = pending
 
-    def remove(self, ask: PendingRequest) -> None:
-        found = self._by_second.get(ask.deadline_ms // SECOND_MS)
+    def remove(self, pending: PendingRequest) -> None:
+        found = self._by_second.get(pending.deadline_ms // SECOND_MS)
         if found is not None:
-            found.pop(ask.copy_id, None)
+            found.pop(pending.message_id, None)
 
-    def take_due(self, now_ms: int) -> list[PendingRequest]:
-        """Those whose time is over, in the order of their deadlines."""
+    def pop_due(self, now_ms: int) -> list[PendingRequest]:
+        """Requests past their deadline, in order."""
         due: list[PendingRequest] = []
         while self._seconds and self._seconds[0] <= now_ms // SECOND_MS:
             second = self._seconds[0]
             found = self._by_second[second]
             due += sorted(
-                (ask for ask in found.values() if ask.deadline_ms <= now_ms), key=lambda ask: ask.deadline_ms
+                (pending for pending in found.values() if pending.deadline_ms <= now_ms),
+                key=lambda pending: pending.deadline_ms,
             )
             if second == now_ms // SECOND_MS:
-                break  # the rest of this second is still to come
+                break  # the second is not over
             heapq.heappop(self._seconds)
             del self._by_second[second]
         return due
@@ -82,17 +82,17 @@ _quoted: Final = msgspec.json.Encoder().encode
 
 
 class PendingRequest(msgspec.Struct, eq=False):
-    """One request that is not answered in full."""
+    """A request that lacks an acknowledgement or a reply."""
 
     request_id: str
-    asker: Session | None
-    asker_path: str
+    requester: Session | None
+    requester_path: str
     recipient: str
     deadline_ms: int
     levels: list[str]
     expects_reply: bool
     trace: bytes
-    copy_id: str = ""
+    message_id: str = ""
     recipient_session: Session | None = None
     reached: str | None = None
     stream: str | None = None
@@ -108,8 +108,8 @@ class PendingRequest(msgspec.Struct, eq=False):
         return bool(self.levels) or self.expects_reply
 
     @property
-    def own(self) -> bytes:
-        """What the copy of a publication says more in its metadata if it is to be answered."""
+    def reply_metadata(self) -> bytes:
+        """Metadata of a publication that expects a reply."""
         return b',"originalMessageId":%b,"replyBy":%d' % (_quoted(self.request_id), self.deadline_ms)
 
 
@@ -117,232 +117,249 @@ class PendingRequests:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._by_copy: dict[str, PendingRequest] = {}
-        # Those that are to be replied to, by the request's id, then by the copy's.
+        # Those that expect a reply, by request id, then by message id.
         self._by_request: dict[str, dict[str, PendingRequest]] = {}
         self._stored: dict[str, dict[int, PendingRequest]] = {}  # by stream and entry
         self.deadlines = RequestDeadlines()
-        # Copies whose asks are over: a late reply is told from a forged one, and kept as a dead letter.
+        # Closed requests: tells a late reply, which becomes a dead letter, from a forged one.
         self._closed: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
-        self._orphans: OrderedDict[str, None] = OrderedDict()  # copies of asks that nobody waits for just now
+        self._orphans: OrderedDict[str, None] = OrderedDict()  # stored requests without a connected requester
 
     def __len__(self) -> int:
         return len(self._by_copy)
 
-    # -- beginning -------------------------------------------------------------------------------------
+    # -- starting --------------------------------------------------------------------------------------
 
     def check_room(self, session: Session) -> None:
-        if len(session.asked) >= self._hub.limits.hub_session_asks:
+        if len(session.sent_requests) >= self._hub.limits.hub_session_asks:
             details = {"retryAfter": 1000, "kind": "ask", "reason": "open_asks"}
-            raise HubError("rate_limited", "too many asks are open on this session", details)
+            raise HubError(
+                "rate_limited",
+                f"at most {self._hub.limits.hub_session_asks} open requests per session",
+                details,
+            )
 
-    def begin(self, ask: PendingRequest) -> None:
-        """From here on it has a deadline and an outcome."""
-        self._by_copy[ask.copy_id] = ask
-        if ask.expects_reply:
-            self._by_request.setdefault(ask.request_id, {})[ask.copy_id] = ask
-        if ask.asker is not None:
-            ask.asker.asked[ask.copy_id] = None
-        if ask.recipient_session is not None:
-            ask.recipient_session.owner_of[ask.copy_id] = None
-        self.deadlines.add(ask)
+    def begin(self, pending: PendingRequest) -> None:
+        """Starts the deadline."""
+        self._by_copy[pending.message_id] = pending
+        if pending.expects_reply:
+            self._by_request.setdefault(pending.request_id, {})[pending.message_id] = pending
+        if pending.requester is not None:
+            pending.requester.sent_requests[pending.message_id] = None
+        if pending.recipient_session is not None:
+            pending.recipient_session.received_requests[pending.message_id] = None
+        self.deadlines.add(pending)
 
     def rebuild(
         self, copy: OutgoingMessage, recipient: str, stream: str, entry: int, offset: str, now_ms: int
     ) -> PendingRequest | None:
-        """An ask that this process does not know of: it was stored before a restart."""
+        """A request that was stored before a restart."""
         metadata = requests.parse_metadata(copy)
         original, by = metadata.get("originalMessageId"), metadata.get("replyBy")
         if copy.pattern != "ask" or original is None or by is None or int(bytes(by)) <= now_ms:
             return None
-        ask = PendingRequest(
+        pending = PendingRequest(
             msgspec.json.decode(original, type=str),
             None,
-            copy.sender[2:-1],
+            copy.sender.path,
             recipient,
             int(bytes(by)),
             [],
             True,
             b"{}",
-            copy_id=copy.id,
+            message_id=copy.id,
             reached="accepted",
             stream=stream,
             entry=entry,
             offset=offset,
         )
-        self.begin(ask)
-        self._stored.setdefault(stream, {})[entry] = ask
-        self._orphaned(ask)
-        return ask
+        self.begin(pending)
+        self._stored.setdefault(stream, {})[entry] = pending
+        self._orphaned(pending)
+        return pending
 
-    def adopt(self, request_id: str, sender: str, session: Session) -> bool:
-        """Whether somebody who asks again takes up an ask of its own that nobody waited for."""
-        for ask in self._by_request.get(request_id, {}).values():
-            if ask.asker is None and ask.asker_path == sender:
-                ask.asker = session
-                session.asked[ask.copy_id] = None
-                self._orphans.pop(ask.copy_id, None)
+    def reattach(self, request_id: str, sender: str, session: Session) -> bool:
+        """Attaches a repeated request to the pending one of the same sender that lost its session."""
+        for pending in self._by_request.get(request_id, {}).values():
+            if pending.requester is None and pending.requester_path == sender:
+                pending.requester = session
+                session.sent_requests[pending.message_id] = None
+                self._orphans.pop(pending.message_id, None)
                 return True
         return False
 
-    def sent_to(self, ask: PendingRequest, session: Session) -> None:
-        ask.recipient_session = session
-        session.owner_of[ask.copy_id] = None
+    def sent_to(self, pending: PendingRequest, session: Session) -> None:
+        pending.recipient_session = session
+        session.received_requests[pending.message_id] = None
 
-    def _end(self, ask: PendingRequest) -> None:
-        if ask.done:
+    def _end(self, pending: PendingRequest) -> None:
+        if pending.done:
             return
-        ask.done = True
-        self._by_copy.pop(ask.copy_id, None)
-        self.deadlines.remove(ask)
-        self._orphans.pop(ask.copy_id, None)
-        same = self._by_request.get(ask.request_id)
+        pending.done = True
+        self._by_copy.pop(pending.message_id, None)
+        self.deadlines.remove(pending)
+        self._orphans.pop(pending.message_id, None)
+        same = self._by_request.get(pending.request_id)
         if same is not None:
-            same.pop(ask.copy_id, None)
+            same.pop(pending.message_id, None)
             if not same:
-                del self._by_request[ask.request_id]
-        if ask.stream is not None and (waiting := self._stored.get(ask.stream)) is not None:
-            waiting.pop(ask.entry, None)
+                del self._by_request[pending.request_id]
+        if pending.stream is not None and (waiting := self._stored.get(pending.stream)) is not None:
+            waiting.pop(pending.entry, None)
             if not waiting:
-                del self._stored[ask.stream]
-        if ask.asker is not None:
-            ask.asker.asked.pop(ask.copy_id, None)
-        if ask.recipient_session is not None:
-            ask.recipient_session.owner_of.pop(ask.copy_id, None)
-        if ask.expects_reply:
-            self._closed[ask.copy_id] = (ask.asker_path, ask.request_id, ask.recipient)
+                del self._stored[pending.stream]
+        if pending.requester is not None:
+            pending.requester.sent_requests.pop(pending.message_id, None)
+        if pending.recipient_session is not None:
+            pending.recipient_session.received_requests.pop(pending.message_id, None)
+        if pending.expects_reply:
+            self._closed[pending.message_id] = (pending.requester_path, pending.request_id, pending.recipient)
             if len(self._closed) > CLOSED_REQUESTS_MAX:
                 self._closed.popitem(last=False)
-        if ask.seen is not None and not ask.seen[1].finished:
-            ask.seen[1].finished = True
+        if pending.seen is not None and not pending.seen[1].finished:
+            pending.seen[1].finished = True
 
     # -- levels ----------------------------------------------------------------------------------------
 
-    def committed(
-        self, ask: PendingRequest, stream: str, entry: int, offset: str | None, *, online: bool, now_ms: int
+    def on_stored(
+        self,
+        pending: PendingRequest,
+        stream: str,
+        entry: int,
+        offset: str | None,
+        *,
+        online: bool,
+        now_ms: int,
     ) -> None:
-        """The message is an entry of a stream."""
-        ask.stream, ask.entry, ask.offset, ask.reached = stream, entry, offset, "accepted"
-        if ask.done:
+        """The message is durable."""
+        pending.stream, pending.entry, pending.offset, pending.reached = stream, entry, offset, "accepted"
+        if pending.done:
             return
         if entry:
-            self._stored.setdefault(stream, {})[entry] = ask
-        if "accepted" in ask.levels:
-            self._ack(ask, "accepted", "accepted", "accepted", now_ms)
-        if "delivered" in ask.levels and not online:
-            self._ack(ask, "delivered", "queued", "accepted", now_ms)
+            self._stored.setdefault(stream, {})[entry] = pending
+        if "accepted" in pending.levels:
+            self._ack(pending, "accepted", "accepted", "accepted", now_ms)
+        if "delivered" in pending.levels and not online:
+            self._ack(pending, "delivered", "queued", "accepted", now_ms)
 
-    def handed(
-        self, ask: PendingRequest, now_ms: int, *, waits: bool = False, processed: bool = False
+    def on_delivered(
+        self, pending: PendingRequest, now_ms: int, *, waits: bool = False, processed: bool = False
     ) -> None:
-        """The recipient's connection has it, or will have it when the client is back."""
-        if "delivered" in ask.levels:
+        """The message was sent to the recipient's connection, or buffered until it resumes."""
+        if "delivered" in pending.levels:
             status = "queued" if waits else "delivered"
-            self._ack(ask, "delivered", status, "accepted" if waits and ask.stream else "delivered", now_ms)
-        if processed and "processed" in ask.levels:
-            self._ack(ask, "processed", "processed", "delivered", now_ms)
-        if ask.reached is None or ask.reached == "accepted":
-            ask.reached = "delivered"
+            self._ack(
+                pending, "delivered", status, "accepted" if waits and pending.stream else "delivered", now_ms
+            )
+        if processed and "processed" in pending.levels:
+            self._ack(pending, "processed", "processed", "delivered", now_ms)
+        if pending.reached is None or pending.reached == "accepted":
+            pending.reached = "delivered"
 
     def stored_at(self, stream: str, entry: int, recipient: str) -> PendingRequest | None:
-        """What an entry asks of this one among those who are given it."""
+        """The pending request of an entry, if this is its recipient."""
         waiting = self._stored.get(stream)
         found = None if waiting is None else waiting.get(entry)
         return found if found is not None and found.recipient == recipient else None
 
-    def passed(self, stream: str, upto: int, now_ms: int) -> None:
-        """A recipient's committed position has passed these entries."""
+    def on_committed(self, stream: str, upto: int, now_ms: int) -> None:
+        """A recipient has committed entries up to `upto`."""
         waiting = self._stored.get(stream)
         if not waiting:
             return
         for entry in sorted(entry for entry in waiting if entry <= upto):
-            ask = waiting[entry]
-            if "delivered" in ask.levels:
-                self._ack(ask, "delivered", "delivered", "delivered", now_ms)
-            if "processed" in ask.levels:
-                self._ack(ask, "processed", "processed", "processed", now_ms)
+            pending = waiting[entry]
+            if "delivered" in pending.levels:
+                self._ack(pending, "delivered", "delivered", "delivered", now_ms)
+            if "processed" in pending.levels:
+                self._ack(pending, "processed", "processed", "processed", now_ms)
 
-    def failed(self, ask: PendingRequest, error: HubError, now_ms: int) -> None:
-        """None of the levels that are left can be reached, nor a reply come."""
-        if ask.done:
+    def fail(self, pending: PendingRequest, error: HubError, now_ms: int) -> None:
+        """Sends an error for every outcome that is left."""
+        if pending.done:
             return
-        levels = max(1, len(ask.levels) + ask.expects_reply)
-        ask.levels, ask.expects_reply = [], False
+        levels = max(1, len(pending.levels) + pending.expects_reply)
+        pending.levels, pending.expects_reply = [], False
         for place in range(levels):
-            self._say(ask, self._error_frame(ask, error, now_ms), final=place == levels - 1)
-        self._end(ask)
+            self._send_to_waiters(
+                pending, self._error_frame(pending, error, now_ms), final=place == levels - 1
+            )
+        self._end(pending)
 
-    def answered(self, ask: PendingRequest, frame: bytes) -> None:
-        """All that was asked for is reached, and this is what says so."""
-        if not ask.done:
-            ask.levels.clear()
-            self._say(ask, frame, final=True)
-            self._end(ask)
+    def on_response(self, pending: PendingRequest, frame: bytes) -> None:
+        """All levels are reached; `frame` is the final acknowledgement."""
+        if not pending.done:
+            pending.levels.clear()
+            self._send_to_waiters(pending, frame, final=True)
+            self._end(pending)
 
-    def _ack(self, ask: PendingRequest, wanted: str, status: str, level: str, now_ms: int) -> None:
-        ask.levels.remove(wanted)
+    def _ack(self, pending: PendingRequest, wanted: str, status: str, level: str, now_ms: int) -> None:
+        pending.levels.remove(wanted)
         payload = (
             b'{"messageId":%b,"deliveredAt":%d,"status":"%b","level":"%b","stream":%b,"offset":%b,"duplicate":%b}'
             % (
-                _quoted(ask.request_id),
+                _quoted(pending.request_id),
                 now_ms,
                 status.encode(),
                 level.encode(),
-                b"null" if ask.stream is None else _quoted(ask.stream),
-                b"null" if ask.offset is None else b'"%b"' % ask.offset.encode(),
-                b"true" if ask.duplicate else b"false",
+                b"null" if pending.stream is None else _quoted(pending.stream),
+                b"null" if pending.offset is None else b'"%b"' % pending.offset.encode(),
+                b"true" if pending.duplicate else b"false",
             )
         )
-        frame = self._frame(ask, "hub:delivery_ack", payload, now_ms)
-        self._say(ask, frame, final=not ask.open)
-        if not ask.open:
-            self._end(ask)
+        frame = self._frame(pending, "hub:delivery_ack", payload, now_ms)
+        self._send_to_waiters(pending, frame, final=not pending.open)
+        if not pending.open:
+            self._end(pending)
 
-    def _frame(self, ask: PendingRequest, kind: str, payload: bytes, now_ms: int) -> bytes:
-        return encode_envelope(
-            id=new_id(now_ms),
-            from_=self._hub.options.address,
-            to=f"@({ask.asker_path})",
-            type=kind,
-            payload=payload,
-            timestamp=now_ms,
-            correlation_id=ask.request_id,
-            metadata=ask.trace,
+    def _frame(self, pending: PendingRequest, kind: str, payload: bytes, now_ms: int) -> bytes:
+        return self._hub.encode(
+            f"@({pending.requester_path})",
+            kind,
+            payload,
+            now_ms,
+            correlation_id=pending.request_id,
+            metadata=pending.trace,
         )
 
-    def _error_frame(self, ask: PendingRequest, error: HubError, now_ms: int) -> bytes:
+    def _error_frame(self, pending: PendingRequest, error: HubError, now_ms: int) -> bytes:
         return self._hub.error_frame(
-            ask.asker_path, error, now_ms, request_id=ask.request_id, trace=ask.trace
+            pending.requester_path, error, now_ms, request_id=pending.request_id, trace=pending.trace
         )
 
-    def _say(self, ask: PendingRequest, frame: bytes, *, final: bool) -> None:
-        """To the asker, and to whoever repeated the same request meanwhile."""
-        told: tuple[object, ...] = ()
-        if ask.seen is not None:
-            told = ask.seen[0].answer(ask.seen[1], frame, final=final)
-        if ask.asker is not None:
-            self._hub.control(ask.asker, frame)
-        for waiter in told:
-            if waiter is not ask.asker and isinstance(waiter, Session):
-                self._hub.control(waiter, frame)
+    def _send_to_waiters(self, pending: PendingRequest, frame: bytes, *, final: bool) -> None:
+        """Sends to the requester, and to sessions that repeated the request."""
+        waiters: tuple[object, ...] = ()
+        if pending.seen is not None:
+            waiters = pending.seen[0].answer(pending.seen[1], frame, final=final)
+        if pending.requester is not None:
+            self._hub.send_control(pending.requester, frame)
+        for waiter in waiters:
+            if waiter is not pending.requester and isinstance(waiter, Session):
+                self._hub.send_control(waiter, frame)
 
     # -- replies ---------------------------------------------------------------------------------------
 
     def reply(self, session: Session, request: HubRequest, now_ms: int) -> None:
-        """The answer of an actor. Only who was asked may give it; the asker is taken from the ask."""
+        """An actor's reply. Only the recipient of the request may send it."""
         correlation = request.envelope.correlation_id
         if correlation is None:
-            raise field_error("correlationId", "a reply names the request it answers")
-        ask = self._asked(session, correlation)
-        if ask is None:
-            self._too_late(session, request, correlation, now_ms)
-            raise HubError("unknown_correlation", "no open request of this id was delivered here")
+            raise field_error("correlationId", "correlationId must be the id of the request")
+        pending, sender = self._find_requested(session, correlation)
+        if pending is None or sender is None:
+            self._dead_letter_late_reply(session, request, correlation, now_ms)
+            raise HubError(
+                "unknown_correlation", "no open request with this id was delivered to this session"
+            )
         final = request.payload.truth("final") is not False
         ok = request.payload.truth("ok") is not False
         if not final:
-            ask.partials += 1
-            if ask.partials > PARTIAL_REPLIES_MAX:
+            pending.partials += 1
+            if pending.partials > PARTIAL_REPLIES_MAX:
                 raise HubError(
-                    "invalid_request", f"at most {PARTIAL_REPLIES_MAX} partial replies", {"field": "final"}
+                    "invalid_request",
+                    f"a request must have at most {PARTIAL_REPLIES_MAX} partial replies",
+                    {"field": "final"},
                 )
         body: dict[str, Any] = {"ok": ok}
         raw = request.payload.raw
@@ -353,62 +370,71 @@ class PendingRequests:
         body["final"] = final
         metadata = requests.append_metadata(
             requests.forwarded_metadata(request),
-            b'"via":%b,"originalMessageId":%b'
-            % (msgspec.json.encode(self._hub.options.address), msgspec.json.encode(ask.request_id)),
+            b'"via":%b,"originalMessageId":%b' % (self._hub.via, msgspec.json.encode(pending.request_id)),
         )
         copy = OutgoingMessage(
             new_id(now_ms),
-            f"@({ask.recipient})",
-            f"@({ask.asker_path})",
+            sender,
+            f"@({pending.requester_path})",
             "hub:reply",
             msgspec.json.encode(body),
             now_ms,
             metadata,
-            correlation_id=ask.request_id,
+            correlation_id=pending.request_id,
         )
         self._hub.count("messages", "reply/ok")
-        self._hub.trace.note("replied", copy, now_ms, kind="reply", stream=ask.stream, offset=ask.offset)
-        self._send_reply(ask, copy, final=final, now_ms=now_ms)
+        self._hub.trace.record(
+            "replied", copy, now_ms, kind="reply", stream=pending.stream, offset=pending.offset
+        )
+        self._send_reply(pending, copy, final=final, now_ms=now_ms)
 
-    def _asked(self, session: Session, correlation: str) -> PendingRequest | None:
+    def _find_requested(
+        self, session: Session, correlation: str
+    ) -> tuple[PendingRequest, Sender] | tuple[None, None]:
+        """The request that a session may reply to, and the sender of that reply."""
         found = self._by_copy.get(correlation)
         candidates = [found] if found is not None else list(self._by_request.get(correlation, {}).values())
-        for ask in candidates:
-            owns = ask.recipient in session.addresses or ask.recipient_session is session
-            if ask.expects_reply and owns:
-                return ask
-        return None
+        for pending in candidates:
+            sender = stamp_reply(session, pending.recipient, pending.recipient_session)
+            if pending.expects_reply and sender is not None:
+                return pending, sender
+        return None, None
 
-    def _send_reply(self, ask: PendingRequest, copy: OutgoingMessage, *, final: bool, now_ms: int) -> None:
+    def _send_reply(
+        self, pending: PendingRequest, copy: OutgoingMessage, *, final: bool, now_ms: int
+    ) -> None:
         hub = self._hub
-        asker = ask.asker
-        if asker is None or not asker.alive:
-            online = hub.registry.find(ask.asker_path, now_ms)
-            asker = None if online is None else online.session
-        if asker is not None and (asker.alive or asker.answer is not None):
+        requester = pending.requester
+        if requester is None or not requester.alive:
+            online = hub.registry.find(pending.requester_path, now_ms)
+            requester = None if online is None else online.session
+        if requester is not None and (requester.alive or requester.on_http_answer is not None):
             frame = copy.frame()
-            if ask.seen is not None:
-                ask.seen[0].answer(ask.seen[1], frame, final=final)
-            hub.control(asker, frame)
-        elif hub.mailboxes.has(ask.asker_path):
-            hub.mailboxes.store(ask.asker_path, copy, None, now_ms)
+            if pending.seen is not None:
+                pending.seen[0].answer(pending.seen[1], frame, final=final)
+            hub.send_control(requester, frame)
+        elif hub.mailboxes.has(pending.requester_path):
+            hub.mailboxes.store(pending.requester_path, copy, None, now_ms)
         else:
-            hub.dead.write("late_reply", copy, now_ms)
+            hub.dead_letters.write("late_reply", copy, now_ms)
         if final:
-            ask.expects_reply = False
-            if not ask.levels:
-                ask.expects_reply = True  # it was one: what comes after it is late
-                self._end(ask)
+            pending.expects_reply = False
+            if not pending.levels:
+                pending.expects_reply = True  # later replies are late, not unknown
+                self._end(pending)
 
-    def _too_late(self, session: Session, request: HubRequest, correlation: str, now_ms: int) -> None:
+    def _dead_letter_late_reply(
+        self, session: Session, request: HubRequest, correlation: str, now_ms: int
+    ) -> None:
         closed = self._closed.get(correlation)
-        if closed is None or closed[2] not in session.addresses:
+        sender = None if closed is None else stamp_reply(session, closed[2], None)
+        if closed is None or sender is None:
             return
-        asker, request_id, recipient = closed
+        requester, request_id, _ = closed
         copy = OutgoingMessage(
             new_id(now_ms),
-            f"@({recipient})",
-            f"@({asker})",
+            sender,
+            f"@({requester})",
             "hub:reply",
             bytes(request.envelope.payload),
             now_ms,
@@ -418,66 +444,66 @@ class PendingRequests:
             ),
             correlation_id=request_id,
         )
-        self._hub.dead.write("late_reply", copy, now_ms)
+        self._hub.dead_letters.write("late_reply", copy, now_ms)
 
     # -- time and ends ---------------------------------------------------------------------------------
 
-    def moved(self, old: Session, session: Session) -> None:
-        """A session goes on over another connection."""
-        for copy_id in old.asked:
-            if (ask := self._by_copy.get(copy_id)) is not None:
-                ask.asker = session
-        for copy_id in old.owner_of:
-            if (ask := self._by_copy.get(copy_id)) is not None:
-                ask.recipient_session = session
-        session.asked, old.asked = old.asked, {}
-        session.owner_of, old.owner_of = old.owner_of, {}
+    def transfer(self, old: Session, session: Session) -> None:
+        """Moves the requests of a session to the connection that resumed it."""
+        for message_id in old.sent_requests:
+            if (pending := self._by_copy.get(message_id)) is not None:
+                pending.requester = session
+        for message_id in old.received_requests:
+            if (pending := self._by_copy.get(message_id)) is not None:
+                pending.recipient_session = session
+        session.sent_requests, old.sent_requests = old.sent_requests, {}
+        session.received_requests, old.received_requests = old.received_requests, {}
 
     def tick(self, now_ms: int) -> None:
-        for ask in self.deadlines.take_due(now_ms):
-            self.failed(ask, _timeout_error(ask, None), now_ms)
+        for pending in self.deadlines.pop_due(now_ms):
+            self.fail(pending, _timeout_error(pending, None), now_ms)
 
-    def _orphaned(self, ask: PendingRequest) -> None:
-        """Whoever asked is away: it may ask again under the same id, or find the reply in its mailbox."""
-        self._orphans[ask.copy_id] = None
+    def _orphaned(self, pending: PendingRequest) -> None:
+        """The requester is offline: it may repeat the request, or get the reply in its mailbox."""
+        self._orphans[pending.message_id] = None
         if len(self._orphans) > ORPHANED_REQUESTS_MAX:
             oldest = self._by_copy.get(self._orphans.popitem(last=False)[0])
             if oldest is not None:
-                self._end(oldest)  # what is in the log says enough to begin it again when it is handed over
+                self._end(oldest)  # rebuilt from the log when it is delivered
 
     def session_ended(self, session: Session, now_ms: int) -> None:
-        """Nobody waits for its asks any more; what it was asked and is kept nowhere gets no answer."""
-        for copy_id in tuple(session.owner_of):
-            ask = self._by_copy.get(copy_id)
-            if ask is None:
+        """Detaches the session's own requests, and fails unstored ones that it received."""
+        for message_id in tuple(session.received_requests):
+            pending = self._by_copy.get(message_id)
+            if pending is None:
                 continue
-            if ask.stream is None:
-                self.failed(ask, _timeout_error(ask, "recipient_left"), now_ms)
+            if pending.stream is None:
+                self.fail(pending, _timeout_error(pending, "recipient_left"), now_ms)
             else:
-                ask.recipient_session = None
-        session.owner_of.clear()
-        for copy_id in tuple(session.asked):
-            ask = self._by_copy.get(copy_id)
-            if ask is None:
+                pending.recipient_session = None
+        session.received_requests.clear()
+        for message_id in tuple(session.sent_requests):
+            pending = self._by_copy.get(message_id)
+            if pending is None:
                 continue
-            if ask.expects_reply and ask.stream is not None:
-                ask.asker, ask.levels = None, []  # the reply goes to the mailbox of whoever asked
-                self._orphaned(ask)
-            elif ask.expects_reply or ask.seen is None:
-                self._end(ask)
+            if pending.expects_reply and pending.stream is not None:
+                pending.requester, pending.levels = None, []  # the reply goes to the requester's mailbox
+                self._orphaned(pending)
+            elif pending.expects_reply or pending.seen is None:
+                self._end(pending)
             else:
-                ask.asker = None  # whoever sends it again hears what became of it
-                self._orphaned(ask)
-        session.asked.clear()
+                pending.requester = None  # a repeat gets the outcome
+                self._orphaned(pending)
+        session.sent_requests.clear()
 
 
-def _timeout_error(ask: PendingRequest, reason: str | None) -> HubError:
+def _timeout_error(pending: PendingRequest, reason: str | None) -> HubError:
     details: dict[str, object] = {
-        "reached": ask.reached,
-        "stream": ask.stream,
-        "offset": ask.offset,
+        "reached": pending.reached,
+        "stream": pending.stream,
+        "offset": pending.offset,
         "outcome": "unknown",
     }
     if reason is not None:
         details["reason"] = reason
-    return HubError("timeout", "the answer did not come in time", details)
+    return HubError("timeout", "no response before the deadline", details)

@@ -1,9 +1,4 @@
-"""What an actor may do (policy rules, claims) and how often (rate limits).
-
-What an actor may do: rules from a file, or the plain ones that hold without it.
-
-How much an identity may do: one bucket for each kind, shared by all its sessions.
-"""
+"""What an actor may do (policy rules, token claims) and how often (rate limits)."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ class AllowDeny(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ActorRule(msgspec.Struct, forbid_unknown_fields=True):
-    """What identities that match may do. An empty list means none; a missing one all, but for `register`."""
+    """Rights of matching identities. An empty list means none; a missing one all, except for `register`."""
 
     match: str
     send: AllowDeny = AllowDeny()
@@ -59,7 +54,7 @@ class PolicyRules(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HubClaims(msgspec.Struct):
-    """The claims of a token that are the hub's."""
+    """The token claims that the hub uses."""
 
     capabilities: list[str] | None = None
     addresses: list[str] | None = None
@@ -71,7 +66,7 @@ NO_CLAIMS: Final = HubClaims()
 
 
 def read_claims(identity: Identity) -> HubClaims:
-    """A claim of another form makes the token useless here, never stronger."""
+    """A malformed claim makes the token invalid here, never stronger."""
     if identity.anonymous:
         return NO_CLAIMS
     try:
@@ -105,7 +100,7 @@ class Policy:
         return any((self._patterns.get(text) or AddressPattern(text)).matches(path) for text in listed)
 
     def _rule(self, path: str) -> ActorRule | None:
-        """The first that matches counts."""
+        """The first matching rule."""
         for pattern, rule in self._actors:
             if pattern.matches(path):
                 return rule
@@ -126,7 +121,7 @@ class Policy:
         return rule.send.allow is None or self._any(rule.send.allow, target)
 
     def may_register(self, actor: Principal, path: str) -> bool:
-        """Also the right to take an address over, and to its mailbox."""
+        """Also the right to take over an address, and to its mailbox."""
         if actor.open:
             return True
         if not actor.has("register"):
@@ -136,13 +131,13 @@ class Policy:
         rule = self._rule(actor.path)
         if rule is not None and rule.register is not None:
             return self._any(rule.register, path)
-        # A rule that says nothing of registering leaves it as it is without rules: the own address.
+        # A rule without `register` is as no rule: the own address and those below.
         return actor.addresses is not None or is_own_path(actor.path, path)
 
     def may(self, actor: Principal, action: str) -> bool:
         """Actions without an object: broadcast, discover, presence, publish and subscribe as such."""
         if action == "broadcast" and not actor.open:
-            # Only if the token names it, or the rules say so.
+            # Only if a rule or the token allows it.
             rule = self._rule(actor.path)
             if rule is not None and rule.broadcast is not None:
                 return rule.broadcast and actor.has("broadcast")
@@ -166,7 +161,7 @@ class Policy:
         return self._topics_open or actor.open
 
     def is_open(self, topic: str) -> bool:
-        """Whether no rule says anything of a topic, so that whoever may subscribe at all may have it."""
+        """Whether no rule restricts a topic: every subscriber may receive it."""
         return (
             self._topics_open
             and not self.has_rules
@@ -174,19 +169,19 @@ class Policy:
         )
 
     def may_filter(self, actor: Principal, topic_filter: str) -> bool:
-        """A filter with wildcards is looked at again on each topic it would receive from."""
+        """A filter with wildcards is checked again for each topic it matches."""
         if "+" in topic_filter or "#" in topic_filter:
             return self.may(actor, "subscribe")
         return self.may_topic(actor, "subscribe", topic_filter)
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Who acts, as far as rules are concerned."""
+    """The identity that policy rules apply to."""
 
     path: str
-    open: bool = False  # no authentication on this server: everybody may do everything
+    open: bool = False  # no authentication on this server: everything is allowed
     admin: bool = False
-    named: frozenset[str] | None = None  # the token's list of abilities; None is all that the rules give
+    named: frozenset[str] | None = None  # abilities named by the token; None: all that the rules allow
     addresses: tuple[str, ...] | None = None
 
     def has(self, ability: str) -> bool:
@@ -222,7 +217,7 @@ def load_policy(path: str, *, topics_open: bool) -> Policy:
         raise TailraceError("invalid_request", f"hub policy {path}: {error}") from None
 
 
-# What goes with a message type; heartbeat, disconnect, ping and commit are free.
+# Rate kinds by message type; heartbeat, disconnect, ping and commit are free.
 RATE_KIND_BY_TYPE: Final = {
     "hub:send": "send",
     "hub:reply": "send",
@@ -241,11 +236,11 @@ RATE_KIND_BY_TYPE: Final = {
     "hub:queue_stats": "read",
 }
 
-SEND_RATE_KINDS: Final = frozenset(("send", "bytes"))  # what one send is taken from
+SEND_RATE_KINDS: Final = frozenset(("send", "bytes"))  # the buckets of a send
 
 
 class RateLimiter:
-    """Refuses what is too much, and says when it would not be."""
+    """Token buckets per identity; an error has the time to wait."""
 
     def __init__(self, limits: Limits, policy: Policy) -> None:
         self._rates = {
@@ -263,13 +258,13 @@ class RateLimiter:
         kind = RATE_KIND_BY_TYPE.get(message_type)
         if kind is None or (kind == "send" and self.may_send(identity, size, now_ms)):
             return
-        self.take(identity, kind, 1, now_ms)
+        self.consume(identity, kind, 1, now_ms)
         if kind in ("send", "broadcast"):
-            self.take(identity, "bytes", size, now_ms)
+            self.consume(identity, "bytes", size, now_ms)
 
     def may_send(self, identity: str, size: int, now_ms: int) -> bool:
-        """Takes what one send costs, in few steps. False if it is too much, or has to be looked at closer:
-        then nothing was taken.
+        """Consumes the tokens of one send. False, with nothing consumed, if there are too few or the identity
+        has rates of its own.
         """
         if self.policy.has_rules and not SEND_RATE_KINDS.isdisjoint(self.policy.rates(identity)):
             return False
@@ -277,7 +272,7 @@ class RateLimiter:
         sends, sizes = self._buckets.pair(identity, "send", "bytes", now_ns)
         return sends.take_with(sizes, now_ns, size)
 
-    def take(self, identity: str, kind: str, count: int, now_ms: int) -> None:
+    def consume(self, identity: str, kind: str, count: int, now_ms: int) -> None:
         own = self.policy.rates(identity).get(kind) if self.policy.has_rules else None
         rate = self._rates[kind] if own is None else Rate(max(1, int(own)), max(1, int(2 * own)))
         wait_ms = self._buckets.take(identity, kind, now_ms * 1_000_000, count, rate=rate)

@@ -1,9 +1,4 @@
-"""Handlers of hub:register, hub:renew, hub:unregister, hub:discover and hub:list_actors.
-
-`hub:register`, `hub:renew`, `hub:unregister`: who holds which address.
-
-`hub:discover` and `hub:list_actors`: who is registered, now or at an earlier moment.
-"""
+"""Handlers of hub:register, hub:renew, hub:unregister, hub:discover and hub:list_actors."""
 
 from __future__ import annotations
 
@@ -34,10 +29,11 @@ from tailrace.hub.registry import (
     to_record,
 )
 from tailrace.hub.requests import HubRequest
+from tailrace.hub.sender import rename_session
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
-    from tailrace.hub.state import Hub
+    from tailrace.hub.state import Hub, HubStreams
 
 
 CAPABILITIES_MAX: Final = 256
@@ -46,7 +42,7 @@ REGISTRATION_REWRITE_MS: Final = 24 * 3600 * 1000
 
 
 def encode_registry_event(found: Registration, operation: str, reason: str, now_ms: int) -> bytes:
-    """A change of the registry as its log has it."""
+    """One event of hub/registry."""
     headers = {
         "operation": operation,
         "timestamp": format_rfc3339(now_ms * 1_000_000),
@@ -66,9 +62,9 @@ def register(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> No
     path = parse_address(text)
     capabilities = request.payload.texts("capabilities")
     if not capabilities or len(capabilities) > CAPABILITIES_MAX:
-        raise field_error("capabilities", f"capabilities is a list of 1 to {CAPABILITIES_MAX} words")
+        raise field_error("capabilities", f"capabilities must be a list of 1 to {CAPABILITIES_MAX} strings")
     options = _read_delivery_options(session, request)
-    if not hub.policy.may_register(session.actor, path):
+    if not hub.policy.may_register(session.principal, path):
         raise hub.denied(session, "register", "not your address", text, now_ms)
     _check_room(hub, session, path, now_ms)
     ttl_ms = _ttl_ms(request, TTL_S_DEFAULT * 1000)
@@ -98,7 +94,7 @@ def register(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> No
         session.registering -= 1
         hub.registry.version_settled(path, found.version)
         if settled.error is not None:
-            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(settled.error), now_ms)
             return
         _apply_registration(hub, session, request, found, settled, now_ms)
 
@@ -114,9 +110,9 @@ def _read_delivery_options(session: Session, request: HubRequest) -> DeliveryOpt
     payload = request.payload
     commit = payload.text("commit") or "auto"
     if commit not in ("auto", "manual"):
-        raise field_error("commit", "commit is auto or manual")
+        raise field_error("commit", "commit must be auto or manual")
     if commit == "manual" and "mailbox" not in session.features:
-        raise field_error("commit", "manual commits need the capability mailbox")
+        raise field_error("commit", "commit manual needs the client capability mailbox")
     in_flight, timeout = payload.integer("maxInFlight"), payload.integer("ackTimeout")
     deliver = payload.integer("maxDeliver")
     return DeliveryOptions(
@@ -130,10 +126,10 @@ def _read_delivery_options(session: Session, request: HubRequest) -> DeliveryOpt
 
 
 def _ttl_ms(request: HubRequest, default_ms: int) -> int:
-    """In seconds, or in ms as older clients have it. A value outside the bounds is moved to the bound.
+    """In seconds, or in ms as older clients send it. A value outside the bounds is moved to the bound.
 
     A registration has to outlast a connection that is lost and resumed, so the lower bound is not shorter
-    than the default time for that. The answer has the time that was given.
+    than the default time for that. The response has the granted time.
     """
     seconds, millis = request.payload.value("ttlSeconds"), request.payload.value("ttl")
     for name, found in (("ttlSeconds", seconds), ("ttl", millis)):
@@ -167,7 +163,7 @@ def _check_room(hub: Hub, session: Session, path: str, now_ms: int) -> None:
 def _apply_registration(
     hub: Hub, session: Session, request: HubRequest, found: Registration, settled: AppendOutcome, now_ms: int
 ) -> None:
-    """The event is durable: from here on the address is this session's."""
+    """The event is durable: the session owns the address."""
     path = found.path
     old = hub.registry.by_path.get(path)
     if not session.alive:
@@ -190,11 +186,11 @@ def _apply_registration(
     hub.registry.put(found)
     hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     session.addresses[path] = found
-    if hub.dev:
-        hub.rename(session, path)
+    if hub.is_open:
+        rename_session(hub, session, path)
     hub.audit(session, "register", found.address, "ok", now_ms)
     _send_registered(hub, session, request, found, now_ms)
-    hub.presence.tell("updated" if known else "joined", found, settled.offset, now_ms)
+    hub.presence.notify("updated" if known else "joined", found, settled.offset, now_ms)
     hub.mailboxes.attach(found, session, now_ms)
 
 
@@ -214,7 +210,7 @@ def _send_registered(
     metadata: dict[str, Any] = dict(shown)
     if fill >= REGISTRY_PRESSURE_RATIO:
         metadata["registryPressure"] = round(fill, 3)
-    hub.reply(session, request, "hub:registered", payload, now_ms, msgspec.json.encode(metadata))
+    hub.send_reply(session, request, "hub:registered", payload, now_ms, msgspec.json.encode(metadata))
 
 
 def _handle_takeover(hub: Hub, old: Registration, loser: Session, now_ms: int) -> None:
@@ -224,13 +220,13 @@ def _handle_takeover(hub: Hub, old: Registration, loser: Session, now_ms: int) -
     if loser.path == old.path:
         payload: dict[str, Any] = {
             "reason": "duplicate_connection",
-            "message": "another connection has taken over",
+            "message": "replaced by another connection",
         }
-        hub.notice(loser, "hub:disconnect", payload, now_ms)
+        hub.send_notice(loser, "hub:disconnect", payload, now_ms)
         hub.close(loser, 1000, "duplicate_connection")
         return
     payload = {"actorAddress": old.address, "unregisteredAt": now_ms, "reason": "taken_over"}
-    hub.notice(loser, "hub:unregistered", payload, now_ms)
+    hub.send_notice(loser, "hub:unregistered", payload, now_ms)
 
 
 def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
@@ -239,13 +235,13 @@ def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     if found is None or found.session is not session:
         if token is not None:
             hub.audit(session, "renew", "", "invalid_token", now_ms)
-        raise HubError("invalid_token", "there is no registration of yours with this token")
+        raise HubError("invalid_token", "no registration of this session has this renewal token")
     found.ttl_ms = _ttl_ms(request, found.ttl_ms)
     extend_registration(hub, found, now_ms)
     if token == found.renewal:
         hub.registry.set_token(found, f"renewal-{hub.make_secret()}", now_ms)
     else:
-        found.old_renewal_until_ms = 0  # it worked once more, and that was it
+        found.old_renewal_until_ms = 0  # the old token works once
     payload = {
         "actorAddress": found.address,
         "expiresAt": found.expires_ms,
@@ -256,17 +252,17 @@ def renew(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
         "version": found.version,
     }
     metadata = msgspec.json.encode({"expiresAt": found.expires_ms, "renewalToken": found.renewal})
-    hub.reply(session, request, "hub:renewed", payload, now_ms, metadata)
+    hub.send_reply(session, request, "hub:renewed", payload, now_ms, metadata)
 
 
 def extend_registration(hub: Hub, found: Registration, now_ms: int) -> None:
-    """Renewals are not logged: after a restart every registration has a whole TTL again.
+    """Renewals are not logged: after a restart every registration has a full TTL again.
 
-    One a day is, so that what still holds is never older than what the log keeps.
+    One per day is, so that active registrations stay within the retention of the log.
     """
     found.expires_ms = now_ms + found.ttl_ms
     found.used_ms = now_ms
-    hub.registry.expect(found)
+    hub.registry.schedule_expiry(found)
     if now_ms - found.logged_ms >= REGISTRATION_REWRITE_MS and not hub.registry.is_pending(found.path):
         found.logged_ms = now_ms
         hub.append(
@@ -280,33 +276,33 @@ def extend_registration(hub: Hub, found: Registration, now_ms: int) -> None:
 
 def unregister(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     text = request.payload.text("actorAddress")
-    path = request.sender if text is None else parse_address(text)
+    path = request.sender.path if text is None else parse_address(text)
     found = session.addresses.get(path)
     delete_mailbox = request.payload.truth("deleteMailbox") is True
-    if found is None and session.actor.admin and not hub.dev:
+    if found is None and session.principal.admin and not hub.is_open:
         found = hub.registry.find(path, now_ms)
         if found is not None:
             hub.audit(session, "admin", found.address, "unregister", now_ms)
     if found is None:
-        if hub.policy.may_register(session.actor, path) and hub.registry.find(path, now_ms) is None:
+        if hub.policy.may_register(session.principal, path) and hub.registry.find(path, now_ms) is None:
             raise HubError("unknown_actor", "not registered", {"actorAddress": f"@({path})"})
         raise hub.denied(session, "unregister", "not your address", f"@({path})", now_ms)
     gone = found
 
     def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is not None:
-            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(settled.error), now_ms)
             return
         _remove_registration(hub, gone)
-        hub.presence.tell("left", gone, settled.offset, now_ms)
+        hub.presence.notify("left", gone, settled.offset, now_ms)
         if delete_mailbox:
             mailbox_commands.remove_mailbox(hub, path)
         if request.is_ask:
             payload = {"actorAddress": gone.address, "unregisteredAt": now_ms, "reason": "requested"}
-            hub.reply(session, request, "hub:unregistered", payload, now_ms)
+            hub.send_reply(session, request, "hub:unregistered", payload, now_ms)
 
     if hub.registry.is_pending(path):
-        then(AppendOutcome(), now_ms)  # somebody else is taking it over: that event says it all
+        then(AppendOutcome(), now_ms)  # the event of the take-over replaces this one
         return
     hub.append(
         Append(
@@ -327,19 +323,19 @@ def _remove_registration(hub: Hub, found: Registration) -> None:
 
 
 def expire_registrations(hub: Hub, now_ms: int, limit: int) -> None:
-    """Those whose time is over are invisible already; here they go, and that is written down."""
-    for found in hub.registry.take_expired(now_ms, limit):
+    """Removes expired registrations, which are invisible already, and logs that."""
+    for found in hub.registry.pop_expired(now_ms, limit):
         owner = found.session
         _remove_registration(hub, found)
         if owner is not None and owner.alive and "delivery-notices" in owner.features:
             payload = {"actorAddress": found.address, "unregisteredAt": now_ms, "reason": "expired"}
-            hub.notice(owner, "hub:unregistered", payload, now_ms)
+            hub.send_notice(owner, "hub:unregistered", payload, now_ms)
         if not hub.registry.is_pending(found.path):
             _append_removal(hub, found, "expired", "expired", now_ms)
 
 
 def release_addresses(hub: Hub, session: Session, now_ms: int) -> None:
-    """Ephemeral addresses go with their session; durable ones stay, offline."""
+    """Ephemeral addresses end with their session; durable ones stay, offline."""
     for path, found in tuple(session.addresses.items()):
         if hub.registry.by_path.get(path) is not found:
             continue
@@ -355,26 +351,27 @@ def release_addresses(hub: Hub, session: Session, now_ms: int) -> None:
     session.addresses.clear()
 
 
-def _append_removal(hub: Hub, found: Registration, reason: str, told: str, now_ms: int) -> None:
-    _append_and_notify(hub, told, found, encode_registry_event(found, "delete", reason, now_ms))
+def _append_removal(hub: Hub, found: Registration, reason: str, event: str, now_ms: int) -> None:
+    _append_and_notify(hub, event, found, encode_registry_event(found, "delete", reason, now_ms))
 
 
 def _append_and_notify(hub: Hub, told: str, found: Registration, body: bytes) -> None:
     def then(settled: AppendOutcome, now_ms: int) -> None:
         if settled.error is None:
-            hub.presence.tell(told, found, settled.offset, now_ms)
+            hub.presence.notify(told, found, settled.offset, now_ms)
 
     hub.append(Append(REGISTRY_STREAM, body, then, key=found.path.encode()))
 
 
 DISCOVERY_PAGE_MAX: Final = 100
 REPLAY_ENTRIES: Final = 1000
+AS_OF_FORMS: Final = "asOf must be Unix milliseconds, an RFC 3339 timestamp or an offset"
 REPLAY_BYTES: Final = 1024 * 1024
-FULL_REWRITE_NS: Final = 2 * 24 * 3600 * 10**9  # within two days everything that holds is written down again
+FULL_REWRITE_NS: Final = 2 * 24 * 3600 * 10**9  # every active registration is logged again within this time
 
 
 class RegistryEvent(msgspec.Struct):
-    """A message of the registry's log."""
+    """One event of hub/registry."""
 
     key: str
     value: RegistrationRecord | None = None
@@ -385,19 +382,19 @@ _event_decoder: Final = msgspec.json.Decoder(RegistryEvent)
 
 
 def parse_registry_event(body: bytes) -> tuple[str, Registration | None]:
-    """The path it is about, and what is registered there from then on."""
+    """The path of an event, and its registration, None if removed."""
     found = _event_decoder.decode(body)
     return found.key[2:-1], None if found.value is None else from_record(found.value)
 
 
 def _page_limit(request: HubRequest) -> int:
-    asked = request.payload.integer("limit")
-    return DISCOVERY_PAGE_MAX if asked is None else max(1, min(asked, DISCOVERY_PAGE_MAX))
+    limit = request.payload.integer("limit")
+    return DISCOVERY_PAGE_MAX if limit is None else max(1, min(limit, DISCOVERY_PAGE_MAX))
 
 
 def discover(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     payload = request.payload
-    if not hub.policy.may(session.actor, "discover"):
+    if not hub.policy.may(session.principal, "discover"):
         raise hub.denied(session, "discover", "denied by policy", "", now_ms)
     pattern = AddressPattern(payload.text("pattern") or "*")
     wanted = list(payload.texts("capabilities") or ())
@@ -428,18 +425,18 @@ def _send_discovered(
     more = len(found) > limit
     page = found[:limit]
     body = {
-        "actors": [one.shown() for one in page],
+        "actors": [one.to_view() for one in page],
         "count": len(page),
         "totalMatches": None if more or cursor else len(page),
         "hasMore": more,
         "cursor": page[-1].path if more else None,
         "asOf": offset,
     }
-    hub.reply(session, request, "hub:discovered", body, now_ms)
+    hub.send_reply(session, request, "hub:discovered", body, now_ms)
 
 
 def list_actors(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    if not hub.policy.may(session.actor, "discover"):
+    if not hub.policy.may(session.principal, "discover"):
         raise hub.denied(session, "discover", "denied by policy", "", now_ms)
     expire_registrations(hub, now_ms, len(hub.registry))
     limit = _page_limit(request)
@@ -449,31 +446,14 @@ def list_actors(hub: Hub, session: Session, request: HubRequest, now_ms: int) ->
     found = list(islice(matching, skip, skip + limit + 1))
     more = len(found) > limit
     body = {
-        "actors": [one.shown() for one in found[:limit]],
+        "actors": [one.to_view() for one in found[:limit]],
         "total": len(hub.registry),
         "offset": skip,
         "limit": limit,
         "hasMore": more,
         "cursor": found[limit - 1].path if more else None,
     }
-    hub.reply(session, request, "hub:actor_list", body, now_ms)
-
-
-def _parse_as_of(hub: Hub, as_of: object, tail: int) -> tuple[int, int | None]:
-    """The last entry of the registry that counts, and the time up to which entries count."""
-    if isinstance(as_of, int) and not isinstance(as_of, bool):
-        return tail, as_of * 1_000_000 + 999_999
-    if isinstance(as_of, str) and "T" in as_of and "-" in as_of:
-        try:
-            return tail, int(datetime.fromisoformat(as_of).timestamp() * 1e9)
-        except ValueError:
-            raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset") from None
-    if isinstance(as_of, str):
-        try:
-            return hub.streams.resolve(REGISTRY_STREAM, as_of), None
-        except TailraceError as error:
-            raise to_hub_error(error) from None
-    raise field_error("asOf", "asOf is ms, a time of RFC 3339, or an offset")
+    hub.send_reply(session, request, "hub:actor_list", body, now_ms)
 
 
 def _discover_as_of(
@@ -485,20 +465,20 @@ def _discover_as_of(
     as_of: object,
     now_ms: int,
 ) -> None:
-    """The registry as it was: its log is read again up to that moment."""
+    """Discovery in the past: replays the registry events up to that time or offset."""
     streams = hub.streams
     tail, earliest = streams.tail(REGISTRY_STREAM) or 0, streams.earliest(REGISTRY_STREAM)
-    upto, upto_ns = _parse_as_of(hub, as_of, tail)
+    upto, upto_ns = _parse_as_of(streams, as_of, tail)
     state: dict[str, Registration] = {}
-    times: list[int] = []  # of the first entry that is left, and of the last that counts
+    times: list[int] = []  # of the earliest entry, and of the last replayed
     at_ms = now_ms if upto_ns is None else upto_ns // 1_000_000
 
     def done(last: int, now_ms: int) -> None:
         if earliest and (not times or times[-1] - times[0] < FULL_REWRITE_NS):
-            # What held then may be written down before what is left.
+            # Registrations of that time may have been logged before the earliest entry.
             details = {"earliestOffset": streams.offset(REGISTRY_STREAM, earliest)}
-            error = HubError("offset_gone", "the registry's log does not go back that far", details)
-            hub.refuse_request(session, request, error, now_ms)
+            error = HubError("offset_gone", "the registry log does not go back that far", details)
+            hub.send_request_error(session, request, error, now_ms)
             return
         found = (
             state[path]
@@ -511,7 +491,7 @@ def _discover_as_of(
 
     def then(found: ReadResult, now_ms: int) -> None:
         if found.error is not None:
-            hub.refuse_request(session, request, to_hub_error(found.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(found.error), now_ms)
             return
         last = found.next_entry
         for number, time_ns, body in found.entries:
@@ -535,6 +515,23 @@ def _discover_as_of(
     hub.effects.append(Read(REGISTRY_STREAM, earliest, REPLAY_ENTRIES, REPLAY_BYTES, then))
 
 
+def _parse_as_of(streams: HubStreams, as_of: object, tail: int) -> tuple[int, int | None]:
+    """The last entry to replay, or `tail` and the last time in ns."""
+    if isinstance(as_of, int) and not isinstance(as_of, bool):
+        return tail, as_of * 1_000_000 + 999_999
+    if not isinstance(as_of, str):
+        raise field_error("asOf", AS_OF_FORMS)
+    if "T" in as_of and "-" in as_of:
+        try:
+            return tail, int(datetime.fromisoformat(as_of).timestamp() * 1e9)
+        except ValueError:
+            raise field_error("asOf", AS_OF_FORMS) from None
+    try:
+        return streams.resolve(REGISTRY_STREAM, as_of), None
+    except TailraceError as error:
+        raise to_hub_error(error) from None
+
+
 def _was_registered(found: Registration, at_ms: int) -> bool:
-    """Renewals are not in the log: whoever was not removed by then was there."""
+    """Renewals are not in the log: what was not removed by then was registered."""
     return found.registered_ms <= at_ms

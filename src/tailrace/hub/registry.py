@@ -1,8 +1,6 @@
 """The registry of actor addresses in memory, and presence notifications of its changes.
 
-The registry: which addresses are registered, until when, and by whom. Memory only; events are its log.
-
-Presence: who is told when actors come and go. Events are those of the registry's log, in its order.
+Changes are made durable as events of `hub/registry`; presence events follow the order of that stream.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from tailrace.hub.addresses import AddressPattern
-from tailrace.hub.envelope import encode_envelope, new_id
+from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.flow_control import SENT, WAITING
 from tailrace.hub.session import Session
@@ -31,12 +29,12 @@ TTL_S_MIN: Final = 60
 TTL_S_MAX: Final = 3600
 TTL_S_DEFAULT: Final = 300
 REGISTRY_PRESSURE_RATIO: Final = 0.9
-REMEMBERED_VERSIONS_MAX: Final = 100_000  # versions of addresses that are gone
+REMEMBERED_VERSIONS_MAX: Final = 100_000  # of removed addresses
 OLD_TOKEN_MS: Final = 10_000
 
 
 class DeliveryOptions(msgspec.Struct, frozen=True):
-    """How a durable actor takes its messages."""
+    """Delivery options of an actor."""
 
     durable: bool = False
     commit: str = "auto"
@@ -51,7 +49,7 @@ class DeliveryOptions(msgspec.Struct, frozen=True):
 
 
 class Registration(msgspec.Struct, eq=False):
-    """One address that somebody has registered."""
+    """One registered address."""
 
     path: str
     capabilities: list[str]
@@ -69,7 +67,7 @@ class Registration(msgspec.Struct, eq=False):
     old_renewal_until_ms: int = 0
     renews_on_heartbeat: bool = False
     used_ms: int = 0
-    logged_ms: int = 0  # when it was last written down
+    logged_ms: int = 0  # when it was last logged
 
     @property
     def online(self) -> bool:
@@ -79,8 +77,8 @@ class Registration(msgspec.Struct, eq=False):
     def address(self) -> str:
         return f"@({self.path})"
 
-    def shown(self) -> dict[str, Any]:
-        """As discovery shows it; the renewal token is its owner's alone."""
+    def to_view(self) -> dict[str, Any]:
+        """As discovery returns it, without the renewal token."""
         return {
             "address": self.address,
             "actorAddress": self.address,
@@ -96,7 +94,7 @@ class Registration(msgspec.Struct, eq=False):
 
 
 class RegistrationRecord(msgspec.Struct, rename="camel", omit_defaults=False):
-    """What the log keeps of a registration."""
+    """A registration in hub/registry."""
 
     address: str
     capabilities: list[str]
@@ -160,7 +158,7 @@ def from_record(record: RegistrationRecord) -> Registration:
 
 
 class RegistryQuery(msgspec.Struct, frozen=True):
-    """What discovery looks for."""
+    """The filter of a discovery."""
 
     pattern: AddressPattern | None = None
     prefix: str = ""
@@ -193,21 +191,21 @@ class Registry:
     def __init__(self) -> None:
         self.by_path: SortedDict[str, Registration] = SortedDict()
         self.by_renewal: dict[str, Registration] = {}
-        self._expiries: list[tuple[int, int, str]] = []  # when, version, path; old ones are passed over
+        self._expiries: list[tuple[int, int, str]] = []  # time, version, path; outdated ones are skipped
         self._versions: dict[str, int] = {}  # assigned, of registrations whose events are not durable yet
-        self._gone: OrderedDict[str, int] = OrderedDict()  # last versions of those that are gone
+        self._gone: OrderedDict[str, int] = OrderedDict()  # last versions of removed addresses
         self._floor = 0
 
     def __len__(self) -> int:
         return len(self.by_path)
 
     def find(self, path: str, now_ms: int) -> Registration | None:
-        """The registration, unless its time has run out."""
+        """The registration, unless expired."""
         found = self.by_path.get(path)
         return None if found is None or found.expires_ms <= now_ms else found
 
     def next_version(self, path: str) -> int:
-        """Versions of an address only grow, whatever happens to it in between."""
+        """Versions of an address only grow, also across removal."""
         found = self.by_path.get(path)
         known = found.version if found is not None else self._gone.get(path, self._floor)
         version = max(known, self._versions.get(path, 0)) + 1
@@ -215,7 +213,7 @@ class Registry:
         return version
 
     def is_pending(self, path: str) -> bool:
-        """Whether a registration of this address is being committed: it comes after all that is known."""
+        """Whether a newer registration of this address is being committed."""
         return path in self._versions
 
     def version_settled(self, path: str, version: int) -> None:
@@ -228,14 +226,14 @@ class Registry:
             self._forget_tokens(old)
         self._gone.pop(found.path, None)
         self.by_path[found.path] = found
-        self.expect(found)
+        self.schedule_expiry(found)
 
-    def expect(self, found: Registration) -> None:
-        """Its time of expiry is another one now."""
+    def schedule_expiry(self, found: Registration) -> None:
+        """Adds a changed expiry to the heap."""
         heapq.heappush(self._expiries, (found.expires_ms, found.version, found.path))
 
     def set_token(self, found: Registration, token: str, now_ms: int) -> None:
-        """The old one works once more for a while: its holder may not have got the new one."""
+        """The old token works once more for a while: its holder may not have received the new one."""
         if found.old_renewal:
             self.by_renewal.pop(found.old_renewal, None)
         found.old_renewal, found.old_renewal_until_ms = found.renewal, now_ms + OLD_TOKEN_MS
@@ -261,13 +259,13 @@ class Registry:
         self._forget_tokens(found)
 
     def remember(self, path: str, version: int) -> None:
-        """Of an address that is gone. What is forgotten raises the first version of every new one."""
+        """Stores the last version of a removed address. An evicted one raises all first versions."""
         self._gone[path] = max(version, self._gone.pop(path, 0))
         while len(self._gone) > REMEMBERED_VERSIONS_MAX:
             self._floor = max(self._floor, self._gone.popitem(last=False)[1])
 
-    def take_expired(self, now_ms: int, limit: int) -> list[Registration]:
-        """Those whose time has run out, soonest first; they are out of the registry from here on."""
+    def pop_expired(self, now_ms: int, limit: int) -> list[Registration]:
+        """Removes and returns expired registrations, earliest first."""
         due: list[Registration] = []
         heap = self._expiries
         while heap and heap[0][0] <= now_ms and len(due) < limit:
@@ -277,20 +275,20 @@ class Registry:
                 self.remove(found)
                 due.append(found)
         if len(heap) > 4 * len(self.by_path) + 1000:
-            # Renewals leave their old times behind.
+            # Renewals leave outdated times in the heap.
             self._expiries = [(one.expires_ms, one.version, path) for path, one in self.by_path.items()]
             heapq.heapify(self._expiries)
         return due
 
-    def everybody(self, now_ms: int) -> list[Registration]:
-        """In order of their addresses."""
+    def active(self, now_ms: int) -> list[Registration]:
+        """All unexpired registrations in address order."""
         by_path = self.by_path
         return [found for path in by_path if (found := by_path[path]).expires_ms > now_ms]
 
     def matching(self, query: RegistryQuery, now_ms: int, after: str = "") -> Iterator[Registration]:
-        """In order of their addresses, from beyond `after`; a literal beginning narrows the search."""
+        """In address order, after `after`; a literal prefix narrows the search."""
         begin = max(after, query.prefix)
-        # All of them are walked through more quickly than a part.
+        # Iterating over all is faster than over a range.
         for path in self.by_path.irange(begin) if begin else self.by_path:
             if query.prefix and not path.startswith(query.prefix):
                 return
@@ -309,7 +307,7 @@ class PresenceWatch(msgspec.Struct, eq=False):
     id: str
     session: Session
     query: RegistryQuery
-    behind: bool = False  # it missed something, and gets a fresh snapshot as soon as it takes one
+    behind: bool = False  # it missed an event, and gets a new snapshot when it has room
 
 
 class PresenceWatches:
@@ -330,38 +328,42 @@ class PresenceWatches:
             if session.watches is not None and session.watches.pop(watch_id, None) is not None:
                 del self._watches[watch_id]
             payload = {"watchId": watch_id, "event": "unwatched"}
-            hub.reply(session, request, "hub:presence", payload, now_ms)
+            hub.send_reply(session, request, "hub:presence", payload, now_ms)
             return
         if action != "watch":
-            raise field_error("action", "action is watch or unwatch")
-        if not hub.policy.may(session.actor, "presence"):
+            raise field_error("action", "action must be watch or unwatch")
+        if not hub.policy.may(session.principal, "presence"):
             raise hub.denied(session, "presence", "denied by policy", "", now_ms)
         watches = session.watches
         if watches is None:
             watches = session.watches = {}
         if len(watches) >= hub.limits.hub_session_watches:
             details = {"retryAfter": 1000, "kind": "presence", "reason": "watches"}
-            raise HubError("rate_limited", "too many watches on this session", details)
+            raise HubError(
+                "rate_limited",
+                f"at most {hub.limits.hub_session_watches} presence watches per session",
+                details,
+            )
         pattern = AddressPattern(request.payload.text("pattern") or "*")
         capability = request.payload.text("capability")
         query = RegistryQuery(pattern, pattern.prefix, () if capability is None else (capability,))
         watch = PresenceWatch(f"watch-{new_id(now_ms)}", session, query)
         watches[watch.id] = watch
         self._watches[watch.id] = watch
-        hub.reply(session, request, "hub:presence", self._snapshot(watch, now_ms), now_ms)
+        hub.send_reply(session, request, "hub:presence", self._snapshot(watch, now_ms), now_ms)
 
     def _snapshot(self, watch: PresenceWatch, now_ms: int) -> dict[str, Any]:
         hub = self._hub
         found = list(islice(hub.registry.matching(watch.query, now_ms), SNAPSHOT_MAX + 1))
         return {
             "watchId": watch.id,
-            "actors": [one.shown() for one in found[:SNAPSHOT_MAX]],
+            "actors": [one.to_view() for one in found[:SNAPSHOT_MAX]],
             "hasMore": len(found) > SNAPSHOT_MAX,
             "offset": hub.streams.offset(REGISTRY_STREAM, hub.streams.tail(REGISTRY_STREAM) or 0),
         }
 
-    def tell(self, event: str, found: Registration, offset: str | None, now_ms: int) -> None:
-        """A durable event, to everybody whom it concerns."""
+    def notify(self, event: str, found: Registration, offset: str | None, now_ms: int) -> None:
+        """Sends a durable event to all matching watches."""
         for watch in tuple(self._watches.values()):
             if watch.behind or not watch.query.matches(found):
                 continue
@@ -379,19 +381,12 @@ class PresenceWatches:
 
     def _offer(self, watch: PresenceWatch, payload: dict[str, Any], now_ms: int) -> bool:
         hub, session = self._hub, watch.session
-        frame = encode_envelope(
-            id=new_id(now_ms),
-            from_=hub.options.address,
-            to=f"@({session.path})",
-            type="hub:presence",
-            payload=msgspec.json.encode(payload),
-            timestamp=now_ms,
-        )
-        return hub.flow.offer(session, frame, now_ms) in (SENT, WAITING)
+        frame = hub.encode(f"@({session.path})", "hub:presence", msgspec.json.encode(payload), now_ms)
+        return hub.flow_control.offer(session, frame, now_ms) in (SENT, WAITING)
 
     def tick(self, now_ms: int) -> None:
         for watch in tuple(self._watches.values()):
-            if watch.behind and self._hub.flow.has_room(watch.session, now_ms):
+            if watch.behind and self._hub.flow_control.has_room(watch.session, now_ms):
                 payload = {**self._snapshot(watch, now_ms), "resync": True}
                 watch.behind = not self._offer(watch, payload, now_ms)
 

@@ -1,9 +1,4 @@
-"""A client's request with its fields, and the outgoing messages made from it.
-
-What a request says: members of its payload, or of its metadata, read one by one.
-
-The copy that a recipient gets of what a sender said.
-"""
+"""A client's request with its fields, and the outgoing messages made from it."""
 
 from __future__ import annotations
 
@@ -12,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
-from tailrace.hub.envelope import Envelope, encode_envelope, parse_members
+from tailrace.hub.envelope import Envelope, SharedEnvelope, parse_members
 from tailrace.hub.errors import field_error
+from tailrace.hub.sender import NO_SENDER, Sender, encode_message, encode_shared_message, stored_sender
 
 if TYPE_CHECKING:
     from tailrace.hub.send import SendCommand
@@ -29,7 +25,7 @@ NULL: Final = b"null"
 
 
 class Fields:
-    """The members of one object; `null` is the same as absent."""
+    """The members of one object; `null` counts as absent."""
 
     __slots__ = ("raw",)
 
@@ -50,7 +46,7 @@ class Fields:
         try:
             return _text_decoder.decode(found)
         except msgspec.MsgspecError:
-            raise field_error(name, f"{name} is a text") from None
+            raise field_error(name, f"{name} must be a string") from None
 
     def integer(self, name: str) -> int | None:
         found = self._of(name)
@@ -59,7 +55,7 @@ class Fields:
         try:
             return _int_decoder.decode(found)
         except msgspec.MsgspecError:
-            raise field_error(name, f"{name} is a whole number") from None
+            raise field_error(name, f"{name} must be an integer") from None
 
     def truth(self, name: str) -> bool | None:
         found = self._of(name)
@@ -68,7 +64,7 @@ class Fields:
         try:
             return _bool_decoder.decode(found)
         except msgspec.MsgspecError:
-            raise field_error(name, f"{name} is true or false") from None
+            raise field_error(name, f"{name} must be true or false") from None
 
     def texts(self, name: str) -> list[str] | None:
         found = self._of(name)
@@ -77,7 +73,7 @@ class Fields:
         try:
             return _texts_decoder.decode(found)
         except msgspec.MsgspecError:
-            raise field_error(name, f"{name} is a list of texts") from None
+            raise field_error(name, f"{name} must be a list of strings") from None
 
     def object(self, name: str) -> dict[str, Any] | None:
         found = self._of(name)
@@ -86,7 +82,7 @@ class Fields:
         try:
             return _object_decoder.decode(found)
         except msgspec.MsgspecError:
-            raise field_error(name, f"{name} is an object") from None
+            raise field_error(name, f"{name} must be an object") from None
 
     def inner(self, name: str) -> Fields | None:
         """The members of a member."""
@@ -94,7 +90,7 @@ class Fields:
         if found is None:
             return None
         if bytes(found)[:1] != b"{":
-            raise field_error(name, f"{name} is an object")
+            raise field_error(name, f"{name} must be an object")
         return Fields(parse_members(found))
 
     def value(self, name: str) -> object:
@@ -104,16 +100,16 @@ class Fields:
         try:
             return _any_decoder.decode(found)
         except msgspec.MsgspecError:
-            raise field_error(name, f"{name} cannot be read") from None
+            raise field_error(name, f"{name} must be valid JSON") from None
 
 
 NO_FIELDS: Final = Fields({})
 
 
 class HubRequest:
-    """One frame from a client: its envelope, with payload and metadata taken apart.
+    """One frame from a client: its envelope, with the members of payload and metadata.
 
-    If it is known what a send wants, it has no metadata, and nobody looks into its payload again.
+    With `wanted` (a parsed send without metadata) they are not parsed again.
     """
 
     __slots__ = ("envelope", "frame", "metadata", "payload", "sender", "verified", "wanted")
@@ -126,7 +122,7 @@ class HubRequest:
         if wanted is None:
             self.payload = Fields(parse_members(envelope.payload))
             self.metadata = Fields(parse_members(envelope.metadata))
-        self.sender = ""  # verified; decided once
+        self.sender: Sender = NO_SENDER  # set by stamp_sender
         self.verified = False  # by its signature
 
     @property
@@ -151,7 +147,7 @@ class HubRequest:
         return self.metadata.integer(name) if found is None else found
 
 
-# Metadata that is the hub's own, or nobody else's business.
+# Metadata that the hub sets, or that must not reach recipients.
 HUB_METADATA: Final = frozenset(
     (
         *("via", "forwarded", "originalFrom", "originalMessageId", "broadcast", "publication", "topic"),
@@ -159,7 +155,7 @@ HUB_METADATA: Final = frozenset(
         *("authToken", "renewalToken", "resumeToken", "nonce"),
     )
 )
-# Metadata that says how to send, and is of no use to the recipient.
+# Delivery options, not forwarded.
 _DELIVERY_OPTIONS: Final = frozenset(("ack", "requireAck", "expectReply", "renewOnHeartbeat"))
 TRACE_FIELDS: Final = ("traceId", "spanId", "traceparent")
 
@@ -168,7 +164,7 @@ class OutgoingMessage(msgspec.Struct, eq=False, gc=False):
     """An envelope for one recipient. `metadata` has no closing brace yet: more may follow."""
 
     id: str
-    sender: str
+    sender: Sender
     to: str
     type: str
     payload: bytes | Raw
@@ -179,26 +175,19 @@ class OutgoingMessage(msgspec.Struct, eq=False, gc=False):
     ttl: int | None = None
 
     def frame(self, more: bytes = b"") -> bytes:
-        """As bytes; `more` are further members of the metadata, each with a leading comma."""
-        return encode_envelope(
-            id=self.id,
-            from_=self.sender,
-            to=self.to,
-            type=self.type,
-            payload=self.payload,
-            timestamp=self.timestamp,
-            pattern=self.pattern,
-            correlation_id=self.correlation_id,
-            metadata=self.metadata + more + b"}",
-            ttl=self.ttl,
-        )
+        """The frame; `more` are further members of the metadata, each with a leading comma."""
+        return encode_message(self, more)
+
+    def shared(self) -> SharedEnvelope:
+        """Everything but `id` and `to`, encoded once for many recipients."""
+        return encode_shared_message(self)
 
     def is_expired(self, now_ms: int) -> bool:
         return self.ttl is not None and self.timestamp + self.ttl < now_ms
 
 
 def forwarded_metadata(request: HubRequest) -> bytes:
-    """The sender's metadata as far as it is passed on, as `{"a":1` or `{`: without the closing brace."""
+    """The sender's metadata that is forwarded, without the closing brace: `{"a":1` or `{`."""
     raw = request.metadata.raw
     if HUB_METADATA.isdisjoint(raw) and _DELIVERY_OPTIONS.isdisjoint(raw):
         text = bytes(request.envelope.metadata).strip()
@@ -217,17 +206,17 @@ def append_metadata(metadata: bytes, more: bytes) -> bytes:
 
 
 def trace_metadata(request: HubRequest) -> bytes:
-    """What ties a reply or an error to its request's trace."""
+    """The trace fields of the request, for its reply or error."""
     found = {name: request.metadata.raw[name] for name in TRACE_FIELDS if name in request.metadata.raw}
     return msgspec.json.encode(found) if found else b"{}"
 
 
 def outgoing_from_envelope(envelope: Envelope) -> OutgoingMessage:
-    """A copy that was kept in a stream, to be handed over."""
+    """A message read from a stream, to be delivered."""
     metadata = bytes(envelope.metadata).strip()
     return OutgoingMessage(
         envelope.id,
-        envelope.from_ or "",
+        stored_sender(envelope.from_ or ""),
         envelope.to or "",
         envelope.type,
         envelope.payload,

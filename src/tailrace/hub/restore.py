@@ -1,9 +1,4 @@
-"""Start-up of the hub: registrations, subscriptions, cursors and recent messages from the log.
-
-Start-up: registrations, subscriptions and positions are put back as the log has them.
-
-Start-up: the hub's streams are read from beginning to end.
-"""
+"""Start-up of the hub: registrations, subscriptions, cursors and recent messages from the log."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
 from tailrace.hub.dead_letters import DEAD_LETTERS_STREAM as LETTERS
 from tailrace.hub.delivery_queues import BROADCAST_STREAM, Cursor, CursorRecord, decode_broadcast
 from tailrace.hub.delivery_queues import CURSORS_STREAM as CURSORS
-from tailrace.hub.envelope import encode_envelope, new_id, parse_envelope
+from tailrace.hub.envelope import parse_envelope
 from tailrace.hub.mailboxes import STORED_BYTES_MAX
 from tailrace.hub.registration import parse_registry_event
 from tailrace.hub.registry import REGISTRY_STREAM, Registration
@@ -30,7 +25,7 @@ from tailrace.hub.topics import SubscriptionRecord
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 
-# Streams whose entries are messages that somebody may repeat.
+# Streams of messages that a client may repeat.
 MESSAGE_STREAMS: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM)
 
 
@@ -45,7 +40,7 @@ class CursorEvent(msgspec.Struct):
 
 
 class DeadLetterPosition(msgspec.Struct):
-    """What a dead letter says of the message that it is about."""
+    """The position of a dead letter's message."""
 
     stream: str | None = None
     offset: str | None = None
@@ -58,7 +53,7 @@ _dead_letter_decoder: Final = msgspec.json.Decoder(DeadLetterPosition)
 
 
 class HubRestore:
-    """Takes what the streams hold, oldest first; `finish` makes it the hub's."""
+    """Collects the events of the hub's streams, oldest first; `finish` applies them to the hub."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -82,7 +77,7 @@ class HubRestore:
         self._positions[message.key] = message.value
 
     def letter(self, body: bytes) -> None:
-        """A message that was buried a moment ago is passed, written down or not. After `finish`."""
+        """Acknowledges a dead-lettered message whose cursor may not have been written. After `finish`."""
         letter = _dead_letter_decoder.decode(body)
         if letter.cursor is None or letter.stream is None or letter.offset is None:
             return
@@ -91,30 +86,30 @@ class HubRestore:
         try:
             entry = self._hub.streams.resolve(stream, letter.offset)
         except TailraceError:
-            return  # its stream is gone, or begins behind it
-        cursor = cursors.of(path, stream)
+            return  # deleted or trimmed
+        cursor = cursors.get(path, stream)
         if cursor is None:
             if not stream.startswith(MAILBOX_PREFIX):
-                return  # where it begins is for its subscription to say
-            cursor = Cursor(unsure_upto=self._hub.streams.tail(stream) or 0)
-            cursors.put(path, stream, cursor, restored=True)
+                return  # its subscription decides where it starts
+            cursor = Cursor(maybe_delivered_upto=self._hub.streams.tail(stream) or 0)
+            cursors.set(path, stream, cursor, restored=True)
         if entry > cursor.committed:
-            cursor.passed.add(entry)
-            cursor.follow_passed()
+            cursor.acknowledged.add(entry)
+            cursor.advance()
 
     def broadcast(self, entry: int, body: bytes) -> None:
-        """A broadcast of the last moments: its process may have died before the positions of all recipients
-        were written, and what a recipient has yet to read is not to go before. After `finish`.
+        """A recent broadcast: the process may have crashed before it wrote the cursors of all recipients,
+        which protect unread entries from trimming. After `finish`.
         """
         hub = self._hub
         cursors, tail = hub.mailboxes.cursors, hub.streams.tail(BROADCAST_STREAM) or 0
         for path in decode_broadcast(body).recipients:
-            if path in hub.registry.by_path and cursors.of(path, BROADCAST_STREAM) is None:
-                cursor = Cursor(entry - 1, entry - 1, unsure_upto=tail)
-                cursors.put(path, BROADCAST_STREAM, cursor, restored=True)
+            if path in hub.registry.by_path and cursors.get(path, BROADCAST_STREAM) is None:
+                cursor = Cursor(entry - 1, entry - 1, maybe_delivered_upto=tail)
+                cursors.set(path, BROADCAST_STREAM, cursor, restored=True)
 
     def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
-        """A message that was accepted lately; a repeat of it is known as one. After `finish`."""
+        """A recently accepted message, so that a repeat is detected. After `finish`."""
         hub = self._hub
         recipients: list[str] = []
         if stream == BROADCAST_STREAM:
@@ -125,18 +120,18 @@ class HubRestore:
         request_id = copy.correlation_id if original is None else msgspec.json.decode(original, type=str)
         if request_id is None or copy.type == "hub:reply":
             return
-        sender = copy.sender[2:-1]
+        sender = copy.sender.path
         known = hub.registry.by_path.get(sender)
-        seen = hub.seen_of(sender if known is None else known.owner)
+        seen = hub.seen_messages_of(sender if known is None else known.owner)
         at_ms = time_ns // 1_000_000
         if seen.get(request_id, at_ms) is not None:
             return
-        ask = None
+        pending = None
         if stream.startswith(MAILBOX_PREFIX):
             path, offset = stream.removeprefix(MAILBOX_PREFIX), hub.streams.offset(stream, entry)
-            ask = hub.asks.rebuild(copy, path, stream, entry, offset, hub.mailboxes.cursors.now_ms)
-        if ask is not None:
-            ask.seen = (seen, seen.add(request_id, at_ms, copy.timestamp))
+            pending = hub.pending.rebuild(copy, path, stream, entry, offset, hub.mailboxes.cursors.now_ms)
+        if pending is not None:
+            pending.seen = (seen, seen.add(request_id, at_ms, copy.timestamp))
             return
         answer = self._answer(stream, entry, request_id, copy, recipients, at_ms)
         seen.add(request_id, at_ms, copy.timestamp, answers=(answer,))
@@ -150,7 +145,7 @@ class HubRestore:
         recipients: list[str],
         at_ms: int,
     ) -> bytes:
-        """What is known of a message whose own answer died with its process."""
+        """An answer for repeats of a message whose own answer is lost."""
         offset = self._hub.streams.offset(stream, entry)
         payload: dict[str, object]
         if stream == BROADCAST_STREAM:
@@ -165,18 +160,11 @@ class HubRestore:
             kind = "hub:delivery_ack"
             payload = {"messageId": request_id, "deliveredAt": at_ms, "status": "accepted"}
             payload |= {"level": "accepted", "stream": stream, "offset": offset, "duplicate": True}
-        return encode_envelope(
-            id=new_id(at_ms),
-            from_=self._hub.options.address,
-            to=copy.sender,
-            type=kind,
-            payload=msgspec.json.encode(payload),
-            timestamp=at_ms,
-            correlation_id=request_id,
-        )
+        body = msgspec.json.encode(payload)
+        return self._hub.encode(copy.sender.address, kind, body, at_ms, correlation_id=request_id)
 
     def finish(self, now_ms: int) -> None:
-        """Nobody is online yet: every registration has one whole TTL to be taken back."""
+        """No client is online yet: every registration has a full TTL to be taken back."""
         hub = self._hub
         hub.mailboxes.cursors.now_ms = now_ms
         for registration in self._registered.values():
@@ -195,14 +183,14 @@ class HubRestore:
                 committed,
                 delivered,
                 read_upto=delivered if record.read is None else self._entry(stream, record.read),
-                unsure_upto=tail,
+                maybe_delivered_upto=tail,
                 moved_ms=record.moved_at or now_ms,
-                passed={entry for entry in passed if committed < entry <= tail},
+                acknowledged={entry for entry in passed if committed < entry <= tail},
             )
-            hub.mailboxes.cursors.put(owner[2:-1], stream, cursor, restored=True)
+            hub.mailboxes.cursors.set(owner[2:-1], stream, cursor, restored=True)
 
     def _entry(self, stream: str, offset: str) -> int:
-        """A position that is not there any more is the first one that is."""
+        """A trimmed position becomes the earliest one."""
         try:
             return self._hub.streams.resolve(stream, offset)
         except TailraceError:
@@ -210,29 +198,28 @@ class HubRestore:
 
 
 NAMES_AT_ONCE: Final = 1000
-# Positions are written a fraction of a second after what moved them; a process that hardly ran may take
-# longer.
+# Cursors are flushed a fraction of a second after they moved; longer in a starved process.
 UNFLUSHED_NS: Final = 60 * 10**9
 
 
 async def restore_hub(hub: Hub, streams: LogStreams, log: Log, now_ms: int) -> None:
     restoring = HubRestore(hub)
     _restore_topics(hub, log)
-    for name, take in (
+    for name, apply in (
         (REGISTRY_STREAM, restoring.registry),
         (SUBSCRIPTIONS, restoring.subscription),
         (CURSORS, restoring.cursor),
     ):
-        async for body in streams.all_of(name):
-            take(body)
+        async for body in streams.read_all(name):
+            apply(body)
     restoring.finish(now_ms)
     await _replay_last(streams, BROADCAST_STREAM, restoring.broadcast)
     await _replay_last(streams, LETTERS, lambda _, body: restoring.letter(body))
     await _restore_messages(restoring, streams, log, (now_ms - hub.limits.hub_seen_ttl_ms) * 1_000_000)
 
 
-async def _replay_last(streams: LogStreams, name: str, take: Callable[[int, bytes], None]) -> None:
-    """The last entries: the positions behind them may not have been written when the process died."""
+async def _replay_last(streams: LogStreams, name: str, apply: Callable[[int, bytes], None]) -> None:
+    """Replays the last entries, whose cursors may not have been written before a crash."""
     stream = streams.find(name)
     if stream is None:
         return
@@ -242,12 +229,12 @@ async def _replay_last(streams: LogStreams, name: str, take: Callable[[int, byte
         if found.error is not None or not found.entries:
             break
         for number, _, body in found.entries:
-            take(number, body)
+            apply(number, body)
         after, since = found.next_entry, 0
 
 
 async def _restore_messages(restoring: HubRestore, streams: LogStreams, log: Log, since_ns: int) -> None:
-    """What was accepted a moment ago is in the journal, so its streams are in memory."""
+    """Recent messages are in the journal, so their streams are in memory."""
     recent = [
         stream
         for name, stream in list(log.streams.by_name.items())
@@ -269,7 +256,7 @@ def _restore_topics(hub: Hub, log: Log) -> None:
     while True:
         listed = list_streams(log, after, TOPIC_PREFIX, NAMES_AT_ONCE, system=True)
         for stream in listed:
-            hub.topics.kept.add(stream.name[len(TOPIC_PREFIX) :])
+            hub.topics.stored_topics.add(stream.name[len(TOPIC_PREFIX) :])
         if len(listed) < NAMES_AT_ONCE:
             return
         after = listed[-1].name

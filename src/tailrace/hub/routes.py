@@ -1,14 +1,8 @@
 """HTTP and WebSocket routes of the hub, with connection admission.
 
-Whether a new connection is accepted; if not, when to try again, and in which form that is said.
-
-A browser cannot read the status or the headers of an upgrade that failed. So a connection over the rate is
-upgraded, sent `hub:rate_limited` and closed. That costs more than an HTTP answer, therefore it has rates of
-its own: beyond them the answer is 429.
-
-One WebSocket of the hub: frames in, one by one.
-
-`/hub/ws`, `/hub/messages`, `/hub/health`, `/hub/shards`.
+A browser cannot read the status or headers of a failed upgrade. So a connection over the rate is upgraded,
+sent `hub:rate_limited` and closed. That costs more than an HTTP response, so these refusals have rates of
+their own; beyond them the response is 429.
 """
 
 from __future__ import annotations
@@ -31,22 +25,22 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import decide, session_lifecycle
-from tailrace.hub.addresses import parse_address
 from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError
 from tailrace.hub.policy import principal_from_identity
 from tailrace.hub.runner import EffectRunner
+from tailrace.hub.sender import identity_path
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.routing import responses
 from tailrace.routing.client_address import client_network, load_trusted_proxies
 
-ALL_ADDRESSES: Final = ""  # the key of what all addresses share
+ALL_ADDRESSES: Final = ""  # the bucket key of all addresses together
 PER_ADDRESS_PER_S: Final = 20
 PER_ADDRESS_BURST: Final = 100
-# Connections that are upgraded to be refused: of one address, and of all. Each is open for 2 s at most.
+# Refusals over a WebSocket: per address, and in total. Each is open for 2 s at most.
 REFUSED_PER_ADDRESS: Final = 20
 REFUSED_BURST: Final = 100
-# Clients that were refused together do not come back together.
+# Spreads the retries of clients that were refused together.
 RETRY_MS: Final = 1000
 FULL_RETRY_MS: Final = 5000
 
@@ -55,7 +49,7 @@ class ConnectionRefusal(msgspec.Struct, frozen=True):
     message: str
     reason: str
     retry_after_ms: int
-    over_socket: bool  # the refusal is sent over the WebSocket; else it is the answer to the upgrade
+    over_socket: bool  # sent over the WebSocket; else as the HTTP response
 
 
 class ConnectionAdmission:
@@ -72,15 +66,15 @@ class ConnectionAdmission:
         )
 
     def decide(self, address: str, connections: int, now_ns: int) -> ConnectionRefusal | None:
-        """None if the connection is accepted. `connections` are open already."""
+        """None if the connection is accepted. `connections` is the number of open ones."""
         limits = self._limits
         network = None if _is_loopback(address) else client_network(address)
         if connections >= limits.hub_connections:
-            message = f"there are {limits.hub_connections} connections already"
+            message = f"limit of {limits.hub_connections} connections reached"
             return self._refusal(message, "connections", network, FULL_RETRY_MS, now_ns)
         if not limits.hub_connects_per_s:
             return None
-        # The address first: one that floods must not use up what all share.
+        # The address first: one that floods must not use up the server's bucket.
         if network is not None and (wait_ms := self._buckets.take(network, "address", now_ns)):
             message = f"more than {PER_ADDRESS_PER_S} new connections per second from one address"
             return self._refusal(message, "address", network, wait_ms, now_ns)
@@ -114,7 +108,7 @@ CLOSE_HEARTBEAT_TIMEOUT: Final = 4408
 
 
 class HubSocket:
-    """What the WebSocket layer calls."""
+    """Callbacks of one hub WebSocket."""
 
     __slots__ = ("_runner", "_unmeasured", "session")
 
@@ -129,19 +123,19 @@ class HubSocket:
         limits = self._runner.hub.limits
         connection.ping_s = limits.hub_heartbeat_ms / 1000
         connection.dead_s = 3 * connection.ping_s
-        # The first look was set for the usual pause between pings, by which a shorter one would be over.
+        # The deadline was set for the default ping interval, which may be longer.
         connection.deadline = connection.server.now + connection.ping_s
         connection.silence_code = CLOSE_HEARTBEAT_TIMEOUT
         connection.drains_itself = True
         session = self.session
         session.peer = connection.peer
-        session.outbox.wire = connection
-        self._runner.wires[session] = connection
+        session.outbox.connection = connection
+        self._runner.connections[session] = connection
         self._runner.hub.count("connections", "opened")
         decide.on_opened(self._runner.hub, session)
 
     def on_message(self, data: bytes, is_text: bool) -> None:
-        """Binary messages of UTF-8 JSON are as good as text; answers are always text."""
+        """Binary messages of UTF-8 JSON are accepted; responses are always text."""
         runner, session = self._runner, self.session
         hub = runner.hub
         self._unmeasured += 1
@@ -152,12 +146,14 @@ class HubSocket:
             begun_s = perf_counter()
             runner.run(decide.decide(hub, session, data, runner.now_ms()))
             runner.relay_seconds.observe(perf_counter() - begun_s)
-        # Whoever sends faster than it takes its answers is not read from for a while.
+        # Pauses reading from a client that sends faster than it reads its responses.
         outbox, bytes_max = session.outbox, hub.limits.hub_pause_bytes
-        if session.frames_held or (outbox.wire.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max):
-            wire = runner.wires.get(session)
-            if wire is not None:
-                wire.pause_reading()
+        if session.held_frames or (
+            outbox.connection.unsent_bytes_most > bytes_max and outbox.bytes > bytes_max
+        ):
+            connection = runner.connections.get(session)
+            if connection is not None:
+                connection.pause_reading()
 
     def on_too_large(self, prefix: bytes, size_bytes: int) -> None:
         runner = self._runner
@@ -166,27 +162,27 @@ class HubSocket:
     def on_drain(self) -> None:
         runner, session = self._runner, self.session
         runner.run(decide.on_drained(runner.hub, session, runner.now_ms()))
-        wire = runner.wires.get(session)
-        if wire is not None and not session.frames_held:
-            wire.resume_reading()
+        connection = runner.connections.get(session)
+        if connection is not None and not session.held_frames:
+            connection.resume_reading()
 
     def on_silence(self) -> None:
-        """Whoever is given up is told why, and has left: the socket may stay open for a while, but what comes
-        for its session from now on is not written to it."""
+        """Heartbeat timeout: notifies the client and ends its session, whose messages are not written to the
+        socket from here on."""
         runner = self._runner
         runner.run(decide.on_silence(runner.hub, self.session, runner.now_ms()))
         self.on_close(CLOSE_HEARTBEAT_TIMEOUT, "")
 
     def on_close(self, code: int, reason: str) -> None:
         runner = self._runner
-        if runner.wires.pop(self.session, None) is None:
+        if runner.connections.pop(self.session, None) is None:
             return
         runner.hub.count("connections", "closed")
         runner.run(decide.on_closed(runner.hub, self.session, code, runner.now_ms()))
 
 
 class RefusedSocket:
-    """A WebSocket that was opened to say why it is refused. What comes over it is ignored."""
+    """A WebSocket that was opened to send a refusal. Its input is ignored."""
 
     __slots__ = ()
 
@@ -211,11 +207,11 @@ MESSAGES_PATH: Final = b"/hub/messages"
 HEALTH_PATH: Final = b"/hub/health"
 SHARDS_PATH: Final = b"/hub/shards"
 PATHS: Final = frozenset((WS_PATH, MESSAGES_PATH, HEALTH_PATH, SHARDS_PATH))
-# With `hub_root`: the same path without its prefix, and the root itself.
+# With `hub_root`: the same path without its prefix, and the root.
 ROOT_PATHS: Final = frozenset((b"/", WS_PATH.removeprefix(b"/hub")))
 SUBPROTOCOL: Final = b"signal-hub"
 CLOSE_OVERLOADED: Final = 1013
-# A connection that is refused is not listened to: its `hub:connect`, and little more, is read past.
+# Input of a refused connection is discarded: its `hub:connect`, and little more.
 REFUSED_MESSAGE_BYTES: Final = 16 * 1024
 
 Identify = Callable[[Exchange], Identity]
@@ -269,13 +265,13 @@ class HubRoutes:
     def _upgrade(self, exchange: Exchange) -> None:
         if not exchange.wants_websocket():
             raise TailraceError(
-                "upgrade_required", "this path takes WebSockets", headers=(("Upgrade", "websocket"),)
+                "upgrade_required", "this path needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
             )
         self._check_open()
         self._origins.check_websocket(exchange)
         address = self._proxies.address_of(exchange).strip("[]")
         now_ns = self._runner.now_ms() * 1_000_000
-        refusal = self._admission.decide(address, len(self._runner.wires), now_ns)
+        refusal = self._admission.decide(address, len(self._runner.connections), now_ns)
         if refusal is not None:
             self._refuse(exchange, refusal)
             return
@@ -296,7 +292,7 @@ class HubRoutes:
     def _check_open(self) -> None:
         settings = self._settings
         if not settings.auth_configured and not settings.loopback_only:
-            raise TailraceError("forbidden", "without authentication the hub works on loopback only")
+            raise TailraceError("forbidden", "without authentication the hub is available on loopback only")
         if self._runner.hub.draining:
             raise TailraceError("unavailable", "the server is stopping")
 
@@ -317,17 +313,17 @@ class HubRoutes:
         connection.send_text(frame)
         connection.close(CLOSE_OVERLOADED, refusal.message)
 
-    # -- messages by HTTP ------------------------------------------------------------------------------
+    # -- messages over HTTP----------------------------------------------------------------------------
 
     def _message(self, exchange: Exchange, identity: Identity) -> None:
-        """The same checks and limits, no session: the answer is the reply envelope."""
+        """One message without a session, with the same checks and limits: the response is the reply."""
         self._check_open()
         authorise(identity, Action.HUB_CONNECT)
         runner = self._runner
         limits = self._settings.limits
         if len(exchange.body) > limits.hub_message_bytes:
             raise TailraceError(
-                "payload_too_large", f"a message has at most {limits.hub_message_bytes} bytes"
+                "payload_too_large", f"a message must have at most {limits.hub_message_bytes} bytes"
             )
         now_ms = runner.now_ms()
         session = self._passing(exchange, identity, now_ms)
@@ -341,7 +337,7 @@ class HubRoutes:
             _respond(exchange, frame)
             end()
 
-        session.answer = answer
+        session.on_http_answer = answer
         exchange.on_gone = end
         is_ask = _is_ask(exchange.body)
         runner.run(decide.decide(runner.hub, session, exchange.body, now_ms))
@@ -350,16 +346,14 @@ class HubRoutes:
             end()
 
     def _passing(self, exchange: Exchange, identity: Identity, now_ms: int) -> Session:
-        """Who sends one message and is gone."""
+        """A session for one HTTP request."""
         session = Session(f"http-{new_id(now_ms)}", now_ms)
-        path = identity.actor_id
-        if identity.anonymous:
-            path = _claimed_sender(exchange.body) or "anonymous/http"
+        verified, head = (None, _head(exchange.body)) if identity.anonymous else (identity, None)
         try:
-            path = parse_address(f"@({path})")
+            path = identity_path(verified, None if head is None else head.from_, "anonymous/http")
         except HubError:
-            raise TailraceError("forbidden", "actorId or sub of the token is no address") from None
-        session.identity, session.actor = identity, principal_from_identity(identity, path)
+            raise TailraceError("forbidden", "actorId or sub of the token is not a valid address") from None
+        session.identity, session.principal = identity, principal_from_identity(identity, path)
         session.peer = self._proxies.remote_of(exchange)
         session.state = CONNECTED
         return session
@@ -384,18 +378,8 @@ def _head(body: bytes) -> _RequestHead | None:
         return None
 
 
-def _claimed_sender(body: bytes) -> str | None:
-    head = _head(body)
-    if head is None or head.from_ is None:
-        return None
-    try:
-        return parse_address(head.from_)
-    except HubError:
-        return None
-
-
 def _is_ask(body: bytes) -> bool:
-    """Whether something comes back, now or later."""
+    """Whether a response follows, now or later."""
     head = _head(body)
     if head is None or head.type != "hub:send" or head.pattern == "ask":
         return True
@@ -406,7 +390,7 @@ def _is_ask(body: bytes) -> bool:
 
 
 def _respond(exchange: Exchange, frame: bytes) -> None:
-    """The reply as it is; a refusal in the one form that errors have over HTTP."""
+    """The reply unchanged; an error in the format of HTTP errors."""
     if not frame:
         exchange.respond(202, responses.NO_STORE)
         return

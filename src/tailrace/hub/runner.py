@@ -1,9 +1,4 @@
-"""Carries out hub effects on connections and on the log; the hub's streams.
-
-The hub's streams: what decisions may know of them, how entries get in and out.
-
-Carries out what decisions ask for: writes to sockets, appends to the log, reads from it, keeps time.
-"""
+"""Runs hub effects on connections and on the log, and gives decisions read access to the hub's streams."""
 
 from __future__ import annotations
 
@@ -19,6 +14,7 @@ from typing import Final
 from tailrace.auth import Identity
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import decide, session_lifecycle
 from tailrace.hub.effects import (
@@ -56,12 +52,12 @@ PAGE_ENTRIES: Final = 1000
 PAGE_BYTES: Final = 1024 * 1024
 MISSING_NAMES_MAX: Final = 100_000
 
-# What is kept for people who look into it goes after a while; what actors still need does not.
+# Streams for operators have a retention; messages that actors still need do not.
 STREAM_LIFETIMES: Final = {
     "hub/dead-letters": Lifetime(retention_s=30 * DAY_S, retention_bytes=1024**3),
     "hub/audit": Lifetime(retention_s=90 * DAY_S),
     "hub/trace": Lifetime(retention_s=7 * DAY_S),
-    # What still holds is written again every day, or twice a day.
+    # Active records are rewritten once or twice a day.
     "hub/registry": Lifetime(retention_s=30 * DAY_S),
     "hub/subscriptions": Lifetime(retention_s=30 * DAY_S),
     "hub/cursors/0": Lifetime(retention_s=7 * DAY_S),
@@ -69,12 +65,12 @@ STREAM_LIFETIMES: Final = {
 
 
 class LogStreams:
-    """The log as the hub sees it."""
+    """The hub's access to the log."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        # Names that were looked for in vain. Only the hub makes streams under `hub/`, so nobody else can
-        # make this wrong, and looking again would ask the disk.
+        # Missing names. Only the hub creates streams under `hub/`, so the cache stays correct and saves
+        # disk reads.
         self._absent: set[str] = set()
 
     def find(self, name: str) -> Stream | None:
@@ -118,7 +114,7 @@ class LogStreams:
         return resolve_position(found, position, found.earliest)
 
     def names(self, prefix: str, after: str, limit: int) -> list[StreamSummary]:
-        """The next streams by name; those that are not in memory stay where they are."""
+        """The next streams by name, without loading them."""
         return [
             StreamSummary(
                 stream.name,
@@ -131,8 +127,8 @@ class LogStreams:
             for stream in list_streams(self._log, after or prefix, prefix, limit, system=True)
         ]
 
-    def made(self, name: str) -> Stream:
-        """The stream to append to; it is made in the record before if it is missing."""
+    def get_or_create(self, name: str) -> Stream:
+        """The stream to append to, created if missing."""
         self._absent.discard(name)
         stream = self._log.find(name)
         if stream is None:
@@ -142,11 +138,11 @@ class LogStreams:
             stream = self._log.find(name)
             assert stream is not None
         if stream.gone:
-            raise TailraceError("unavailable", "the name is held by a deleted stream that still has forks")
+            raise TailraceError("unavailable", "the stream is deleted and still has forks")
         return stream
 
     def try_read(self, stream: Stream, after: int, entries_max: int, bytes_max: int) -> ReadResult | None:
-        """A page if memory has it all."""
+        """A page, if all of it is in memory."""
         if after < stream.earliest:
             return ReadResult(error=offset_gone(stream, stream.earliest))
         page = self._log.reader.try_read_labelled(stream, after, bytes_max, entries_max)
@@ -155,7 +151,7 @@ class LogStreams:
     async def read(
         self, stream: Stream, after: int, entries_max: int, bytes_max: int, since_ns: int | None
     ) -> ReadResult:
-        """A page, from wherever its entries are."""
+        """A page, from memory, disk or object store."""
         try:
             if since_ns is not None:
                 after = max(stream.earliest, await self._log.reader.find_before(stream, since_ns))
@@ -165,7 +161,7 @@ class LogStreams:
         except TailraceError as error:
             return ReadResult(error=error)
 
-    async def all_of(self, name: str) -> AsyncIterator[bytes]:
+    async def read_all(self, name: str) -> AsyncIterator[bytes]:
         """Every entry of a stream, at start-up."""
         stream = self.find(name)
         if stream is None:
@@ -192,7 +188,7 @@ logger = logging.getLogger("tailrace.hub")
 TICK_S: Final = 1.0
 FLUSH_S: Final = 0.2
 RECONNECT_MS_MAX: Final = 30_000
-# What the streams below `hub/` keep, by their second segment, as failpoints call it.
+# Failpoint names by the second segment of the stream name.
 FAILPOINT_BY_STREAM: Final = {
     "mbox": "message",
     "topic": "message",
@@ -205,7 +201,7 @@ FAILPOINT_BY_STREAM: Final = {
 
 
 class EffectRunner:
-    """Owned by the loop thread. Effects are carried out in the order in which they were asked for."""
+    """Owned by the loop thread. Effects run in the order of their requests."""
 
     def __init__(self, context: Context, hub: Hub, streams: LogStreams) -> None:
         self._context = context
@@ -216,14 +212,14 @@ class EffectRunner:
         self._monotonic = time.monotonic
         self.hub = hub
         self._streams = streams
-        self.wires: dict[Session, WebSocketConnection] = {}
+        self.connections: dict[Session, WebSocketConnection] = {}
         self._queue: deque[Effect] = deque()
         self._running = False
-        self._settling = False  # something is settled, and what follows from it is not carried out
+        self._settling = False  # append outcomes are in, and their effects have not run
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
-        self.on_bounds: Callable[[], None] | None = None  # told when something of a stream may go
+        self.on_bounds: Callable[[], None] | None = None  # called when a stream may be trimmed
 
     # -- time ------------------------------------------------------------------------------------------
 
@@ -246,7 +242,7 @@ class EffectRunner:
         try:
             self.run(decide.tick(self.hub, self.now_ms()))
         except Exception:
-            logger.exception("a tick of the hub failed")
+            logger.exception("hub tick failed")
 
     def _on_flush(self) -> None:
         self._flush = None
@@ -254,7 +250,7 @@ class EffectRunner:
         self.run(decide.collect_effects(self.hub, self.now_ms()))
 
     def shut_down(self) -> None:
-        """Everybody is told when to come back, at times that differ."""
+        """Notifies all clients when to reconnect, at random delays."""
         delays = {
             session_id: random.randint(0, RECONNECT_MS_MAX)  # noqa: S311 - spreads load
             for session_id in self.hub.sessions
@@ -263,18 +259,18 @@ class EffectRunner:
         decide.flush(self.hub)
         self.run(decide.collect_effects(self.hub, self.now_ms()))
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Sends away whoever has lost their right, and counts them."""
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """Disconnects sessions with revoked identities, and returns their number."""
         now_ms = self.now_ms()
-        lost = session_lifecycle.disconnect_revoked(self.hub, stands, now_ms)
+        lost = session_lifecycle.disconnect_revoked(self.hub, is_valid, now_ms)
         self.run(decide.collect_effects(self.hub, now_ms))
         return lost
 
     # -- effects ---------------------------------------------------------------------------------------
 
     def run(self, effects: list[Effect]) -> None:
-        """What an effect brings about comes after what was asked for before."""
-        queue, wires = self._queue, self.wires
+        """Runs effects in order; effects of callbacks come after those queued before."""
+        queue, connections = self._queue, self.connections
         queue.extend(effects)
         if self._running:
             return
@@ -285,16 +281,16 @@ class EffectRunner:
                 if type(effect) is not Send:
                     self._carry_out(effect)
                     continue
-                # Most are: no step more than it takes.
+                # Most effects: inlined.
                 session, frame = effect.session, effect.frame
-                wire = wires.get(session)
-                if wire is not None:
-                    wire.send_text(frame)
+                connection = connections.get(session)
+                if connection is not None:
+                    connection.send_text(frame)
                 session.outbox.written(len(frame))
         finally:
             self._running = False
-        if self.hub.unwritten and self._flush is None and self._tick is not None:
-            self.hub.unwritten = False
+        if self.hub.has_unflushed and self._flush is None and self._tick is not None:
+            self.hub.has_unflushed = False
             self._flush = self._context.loop.call_later(FLUSH_S, self._on_flush)
 
     def _carry_out(self, effect: Effect) -> None:
@@ -305,33 +301,33 @@ class EffectRunner:
         elif type(effect) is Read:
             self._read(effect)
         elif type(effect) is Close:
-            wire = self.wires.get(effect.session)
-            if wire is not None:
-                wire.close(effect.code, effect.reason)
+            connection = self.connections.get(effect.session)
+            if connection is not None:
+                connection.close(effect.code, effect.reason)
         elif type(effect) is Defer:
             self._context.loop.call_soon(self._after, effect.then)
         elif type(effect) is ResumeReading:
-            wire = self.wires.get(effect.session)
-            if wire is not None:
-                wire.resume_reading()
+            connection = self.connections.get(effect.session)
+            if connection is not None:
+                connection.resume_reading()
         elif type(effect) is CreateStream:
             self._create(effect)
         elif type(effect) is ListStreams:
             names = self._streams.names(effect.prefix, effect.after, effect.names_max)
             self._after(partial(effect.then, names))
-            if self.hub.sweeping.bounds and self.on_bounds is not None:
+            if self.hub.sweep.bounds and self.on_bounds is not None:
                 self.on_bounds()
         else:
             assert isinstance(effect, DeleteStream)
             self._remove(effect)
 
     def _spread(self, effect: SendMany) -> None:
-        """Whoever is gone since it was decided takes nothing from the others."""
-        wires = self.wires
+        """Skips connections that closed after the decision."""
+        connections = self.connections
         for session, frame in effect.copies:
-            wire = wires.get(session)
-            if wire is not None:
-                wire.send_text(frame)
+            connection = connections.get(session)
+            if connection is not None:
+                connection.send_text(frame)
             session.outbox.written(len(frame))
 
     def _after(self, then: Callable[[int], None]) -> None:
@@ -339,7 +335,7 @@ class EffectRunner:
         try:
             then(now_ms)
         except Exception:
-            logger.exception("the hub failed to go on")
+            logger.exception("hub callback failed")
         self.run(decide.collect_effects(self.hub, now_ms))
 
     def _append(self, effect: Append) -> None:
@@ -347,7 +343,7 @@ class EffectRunner:
         if failpoints.ARMED:
             _reach_failpoint("before", effect.stream)
         try:
-            stream = self._streams.made(effect.stream)
+            stream = self._streams.get_or_create(effect.stream)
             if effect.producer is None and stream.lifetime is NO_LIFETIME and not stream.closed:
                 # The hub's streams are JSON, and have no documents: there is nothing to decide.
                 self._log.append_plain(stream, effect.body, effect.lengths, self._settled, effect, effect.key)
@@ -357,49 +353,51 @@ class EffectRunner:
             )
             self._log.append(stream, request, self._settled, effect)
         except TailraceError as error:
-            self._tell(effect, AppendOutcome(error=error))
+            self._complete_append(effect, AppendOutcome(error=error))
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         effect = transaction.context
         assert isinstance(effect, Append)
         self._commit_wait_seconds.observe(self._monotonic() - effect.begun_s)
         if error is not None:
-            self._tell(effect, AppendOutcome(error=error))
+            self._complete_append(effect, AppendOutcome(error=error))
             return
         if failpoints.ARMED:
             _reach_failpoint("after", effect.stream)
         stream = transaction.subject
         assert stream is not None
         if transaction.duplicate:
-            self._tell(effect, AppendOutcome(duplicate=True))
+            self._complete_append(effect, AppendOutcome(duplicate=True))
             return
         op = transaction.append
         if op is None:
             op = next(one for one in transaction.ops if isinstance(one, records.Append))
-        self._tell(effect, AppendOutcome(op.first, stream.offset(op.first)))
+        self._complete_append(effect, AppendOutcome(op.first, stream.offset(op.first)))
 
-    def _tell(self, effect: Append, settled: AppendOutcome) -> None:
-        """A commit settles many appends at once: what follows from them is carried out together."""
+    def _complete_append(self, effect: Append, settled: AppendOutcome) -> None:
+        """One commit settles many appends: their effects run together."""
         if effect.then is None:
             return
         try:
             effect.then(settled, self.now_ms())
         except Exception:
-            logger.exception("the hub failed to go on")
+            logger.exception("hub callback failed")
         if not self._settling:
             self._settling = True
-            self._context.loop.call_soon(self._go_on)
+            self._context.loop.call_soon(self._run_pending)
 
-    def _go_on(self) -> None:
+    def _run_pending(self) -> None:
         self._settling = False
         failpoints.reached("hub.before_publish")
         self.run(decide.collect_effects(self.hub, self.now_ms()))
 
     def _create(self, effect: CreateStream) -> None:
         try:
-            self._streams.made(effect.stream)
+            self._streams.get_or_create(effect.stream)
         except TailraceError as error:
-            logger.warning("the stream %s cannot be made: %s", effect.stream, error)
+            logger.warning(
+                "cannot create hub stream", extra=log_fields(stream=effect.stream, error=str(error))
+            )
 
     def _remove(self, effect: DeleteStream) -> None:
         stream = self._log.find(effect.stream)
@@ -408,7 +406,9 @@ class EffectRunner:
         try:
             self._log.remove(stream, "deleted", ignore_reply, None)
         except TailraceError as error:
-            logger.warning("the stream %s cannot be deleted: %s", effect.stream, error)
+            logger.warning(
+                "cannot delete hub stream", extra=log_fields(stream=effect.stream, error=str(error))
+            )
 
     def _read(self, effect: Read) -> None:
         stream = self._streams.find(effect.stream)
@@ -433,6 +433,6 @@ class EffectRunner:
 
 
 def _reach_failpoint(when: str, stream: str) -> None:
-    kept = FAILPOINT_BY_STREAM.get(stream.split("/")[1])
-    if kept is not None:
-        failpoints.reached(f"hub.{when}_{kept}")
+    name = FAILPOINT_BY_STREAM.get(stream.split("/")[1])
+    if name is not None:
+        failpoints.reached(f"hub.{when}_{name}")

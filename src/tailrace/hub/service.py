@@ -1,9 +1,4 @@
-"""The hub as a part of the server: set-up, reload, metrics, retention, stream access.
-
-Who may read the hub's streams past the hub, by HTTP: whoever could have had it from the hub.
-
-The parts of the hub put together.
-"""
+"""The hub as a part of the server: set-up, reload, metrics, retention, stream access."""
 
 from __future__ import annotations
 
@@ -19,6 +14,7 @@ import jwt
 
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class HubStreamAccess:
-    """The rules in force. They are replaced as a whole when they are read again."""
+    """Read access to hub streams over HTTP, by the hub policy, which a reload replaces."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -49,7 +45,7 @@ class HubStreamAccess:
     def may_read(self, identity: Identity, name: str) -> bool:
         """Topics need the right to subscribe, the registry to discover, a mailbox the right to its address.
 
-        A token that names no address opens no session at the hub, and so reads nothing here.
+        A token without a valid address cannot connect to the hub, and so reads nothing here.
         """
         try:
             actor = principal_from_identity(identity, parse_address(f"@({identity.actor_id})"))
@@ -70,7 +66,7 @@ SESSION_SECRET_BYTES: Final = 32  # of renewal and resume tokens
 
 
 class HubService:
-    """Actors and their messages, of one server."""
+    """The hub of one server."""
 
     def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
         settings = context.settings
@@ -109,14 +105,14 @@ class HubService:
         )
 
     def connect(self, sealing: SealingService) -> None:
-        """The tier is told what of the hub's streams may go, beside what others let go."""
+        """Adds the hub's trim bounds to those of the sealing service."""
         others = sealing.retention.bounds
         sealing.retention.bounds = lambda: [*(others() if others is not None else ()), *self._bounds()]
         self.runner.on_bounds = sealing.retention.look_again
 
     def _bounds(self) -> list[RetentionBound]:
-        """What the last looks found, once; what is still there is found again by the next round."""
-        bounds, self.hub.sweeping.bounds = self.hub.sweeping.bounds, {}
+        """The bounds of the last sweep, once; the next sweep finds what is left."""
+        bounds, self.hub.sweep.bounds = self.hub.sweep.bounds, {}
         found: list[RetentionBound] = []
         for name, bound in bounds.items():
             stream = self.streams.find(name)
@@ -130,13 +126,16 @@ class HubService:
         self.runner.start()
 
     def reload(self) -> None:
-        """SIGHUP: the rules and the keys are read again; whom the new rules do not suffer has to go."""
+        """SIGHUP: reloads policy and keys, and disconnects sessions that the new policy denies."""
         settings = self._settings
         try:
             policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
             keys = load_signature_keys(settings.hub_keys) if settings.hub_keys else {}
         except TailraceError as error:
-            logger.error("the hub goes on with its old rules: %s", error)
+            logger.error(
+                "hub policy reload failed, keeping the last loaded version",
+                extra=log_fields(error=str(error)),
+            )
             return
         self._keys = keys
         self.hub.policy = self._reading.policy = policy
@@ -149,7 +148,7 @@ class HubService:
         self.runner.stop()
 
     def end_live(self) -> None:
-        """Shutdown: nobody is kept waiting."""
+        """Shutdown: disconnects all clients."""
         self.runner.shut_down()
 
     def handles(self, exchange: Exchange, path: bytes) -> bool:
@@ -161,7 +160,7 @@ class HubService:
         self.routes.serve(exchange, method, path, identify)
 
     def _connect(self, telemetry: ServerMetrics) -> None:
-        """Metrics are read where they are counted, when somebody asks."""
+        """Connects metrics to the counters they are read from."""
         hub = self.hub
 
         def counted(name: str) -> Callable[[], list[tuple[list[str], float]]]:
@@ -179,8 +178,8 @@ class HubService:
         telemetry.hub_rate_limited.each = counted("rate_limited")
         telemetry.hub_ws_closes.each = counted("ws_closes")
         telemetry.hub_from_rewritten.read = lambda: hub.counts[("from_rewritten", "")]
-        telemetry.hub_dropped.read = lambda: hub.flow.dropped
-        telemetry.hub_pauses.read = lambda: hub.flow.pauses
+        telemetry.hub_dropped.read = lambda: hub.flow_control.dropped
+        telemetry.hub_pauses.read = lambda: hub.flow_control.pauses
         telemetry.hub_sessions.read = lambda: len(hub.sessions)
         telemetry.hub_detached_sessions.read = lambda: sum(one.detached for one in hub.sessions.values())
         telemetry.hub_actors.each = lambda: _count_actors(hub)
@@ -188,9 +187,9 @@ class HubService:
         telemetry.hub_queue_messages.read = lambda: sum(one.outbox.messages for one in hub.sessions.values())
         telemetry.hub_queue_bytes.read = lambda: sum(one.outbox.bytes for one in hub.sessions.values())
         telemetry.hub_mailbox_lag.read = lambda: sum(
-            hub.mailboxes.summary(one)[0] for one in hub.sessions.values()
+            hub.mailboxes.session_lag(one)[0] for one in hub.sessions.values()
         )
-        telemetry.hub_asks_open.read = lambda: len(hub.asks)
+        telemetry.hub_asks_open.read = lambda: len(hub.pending)
 
 
 def _count_actors(hub: Hub) -> list[tuple[list[str], float]]:
@@ -199,22 +198,21 @@ def _count_actors(hub: Hub) -> list[tuple[list[str], float]]:
 
 
 def _log_bug(error: Exception) -> None:
-    logger.error("a message of the hub failed", exc_info=error)
+    logger.error("hub message handler failed", exc_info=error)
 
 
 def _token_minter(settings: Settings) -> Callable[[Identity, int], str]:
-    """New tokens like the old ones; only a shared secret can make them."""
+    """Makes tokens with the claims of the old one; needs the shared secret."""
     if not settings.auth_jwt_secret:
         raise TailraceError("invalid_request", "hub_mint_tokens needs auth_jwt_secret")
 
     def mint(identity: Identity, seconds: int) -> str:
         claims = json.loads(identity.claims)
         now_s = int(time.time())
-        # What the old one was good for, which may be less than what it says.
+        # The granted scopes, which may be fewer than the claimed ones.
         scope = " ".join(sorted(identity.scopes))
         claims |= {"iat": now_s, "exp": now_s + seconds, "jti": secrets.token_hex(8), "scope": scope}
-        # Whoever revokes the token that all began with revokes what it was exchanged for, and so does
-        # whoever removes the key behind it.
+        # Revoking the first token, or removing the key that issued it, revokes the minted ones too.
         claims["trOrigin"] = identity.origin_id or identity.token_id
         claims["trVouched"] = identity.credential
         return jwt.encode(claims, settings.auth_jwt_secret.encode(), algorithm="HS256")
@@ -233,7 +231,7 @@ def load_signature_keys(path: str) -> dict[str, list[SignatureKey]]:
                 for one in listed
             ]
             if any(len(key.secret) != SECRET_BYTES for key in found[address[2:-1]]):
-                raise ValueError(f"a secret has {SECRET_BYTES} bytes")
+                raise ValueError(f"secret must have {SECRET_BYTES} bytes")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TailraceError("invalid_request", f"hub keys {path}: {error}") from None
     return found

@@ -1,9 +1,4 @@
-"""Connect, authenticate, resume, heartbeat, token refresh, expiry and end of sessions.
-
-Which messages have to be signed, and whether a signature is its sender's.
-
-`hub:connect`, heartbeats, goodbyes, tokens that expire, connections that come back.
-"""
+"""Connect, authenticate, resume, heartbeat, token refresh, expiry and end of sessions; signatures."""
 
 from __future__ import annotations
 
@@ -17,11 +12,11 @@ import msgspec
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.hub import registration
-from tailrace.hub.addresses import parse_address
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.flow_control import in_token_grace
 from tailrace.hub.policy import principal_from_identity, read_claims
 from tailrace.hub.requests import HubRequest
+from tailrace.hub.sender import identity_path, stamp_sender
 from tailrace.hub.session import (
     CONNECTED,
     CONNECTING,
@@ -50,12 +45,12 @@ def check_signature(hub: Hub, session: Session, path: str, request: HubRequest, 
     keys_of = hub.options.keys_of
     if signature is None:
         if hub.options.signatures_required and request.envelope.type in SIGNED_TYPES:
-            raise HubError("invalid_signature", "this hub takes signed messages only")
+            raise HubError("invalid_signature", "the message must be signed")
         return
     if keys_of is None:
-        if hub.dev:
-            return  # nobody has a secret: there is nothing to hold it against
-        raise HubError("invalid_signature", "this hub has no secret of yours")
+        if hub.is_open:
+            return  # without keys there is nothing to verify
+        raise HubError("invalid_signature", "the hub has no signature key of this identity")
     try:
         verify_signature(request.frame, signature, keys_of(path), now_ms)
     except HubError:
@@ -88,7 +83,7 @@ _SEMVER: Final = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:[-+].{0,64})?")
 
 
 def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """The first message. After a refusal the error is flushed and the socket closed."""
+    """The first message. After an error the socket is closed."""
     try:
         _check_version(request)
         identity = _authenticate(hub, session, request, now_ms)
@@ -96,27 +91,27 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         words = _client_capabilities(request)
         if len(words) > CLIENT_CAPABILITIES_MAX:
             raise field_error(
-                "capabilities", f"capabilities must be a list of at most {CLIENT_CAPABILITIES_MAX} words"
+                "capabilities", f"capabilities must be a list of at most {CLIENT_CAPABILITIES_MAX} strings"
             )
         actor = principal_from_identity(identity, path)
         check_signature(hub, session, path, request, now_ms)
     except HubError as error:
         hub.audit(session, "refuse", error.code, error.message, now_ms)
-        hub.refuse_request(session, request, error, now_ms)
+        hub.send_request_error(session, request, error, now_ms)
         hub.close(session, 1008, error.code)
         return
     features = _shared_feature_set(frozenset(words) & FEATURES)
     resumed = _find_resumable(hub, request, path)
     if resumed is not None:
         _take_over_session(hub, session, resumed)
-        session.waiting, resumed.waiting = resumed.waiting, session.waiting
+        session.resume_buffer, resumed.resume_buffer = resumed.resume_buffer, session.resume_buffer
         session.detached_bytes = resumed.detached_bytes
-    session.identity, session.actor = identity, actor
+    session.identity, session.principal = identity, actor
     session.features = features
     session.upgrade_token = None
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
     session.state = CONNECTED
-    request.sender = path
+    request.sender = stamp_sender(hub, session, None)
     _close_oldest_sessions(hub, session, now_ms)
     hub.sessions[session.id] = session
     hub.add_identity(session)
@@ -126,8 +121,8 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
     hub.audit(session, "connect", "", "resumed" if resumed is not None else "ok", now_ms)
     _send_connected(hub, session, request, resumed is not None, now_ms)
     if resumed is not None:
-        hub.flow.release(session)
-        hub.mailboxes.came_back(session, now_ms)
+        hub.flow_control.release(session)
+        hub.mailboxes.on_resumed(session, now_ms)
 
 
 def _client_capabilities(request: HubRequest) -> list[str]:
@@ -139,21 +134,23 @@ def _client_capabilities(request: HubRequest) -> list[str]:
 
 @lru_cache(FEATURE_SETS_MAX)
 def _shared_feature_set(found: frozenset[str]) -> frozenset[str]:
-    """One object for all sessions that ask for the same."""
+    """One shared object for equal feature sets."""
     return found
 
 
 def _check_version(request: HubRequest) -> None:
     metadata, payload = request.metadata, request.payload
-    asked = metadata.text("protocolVersion") or payload.text("protocolVersion") or payload.text("version")
-    match = _SEMVER.fullmatch(asked or "")
+    version = metadata.text("protocolVersion") or payload.text("protocolVersion") or payload.text("version")
+    match = _SEMVER.fullmatch(version or "")
     if match is None or match[1] != PROTOCOL_VERSION.partition(".")[0]:
         details = {
-            "clientVersion": asked,
+            "clientVersion": version,
             "serverVersion": PROTOCOL_VERSION,
             "supportedVersions": list(SUPPORTED_VERSIONS),
         }
-        raise HubError("version_mismatch", f"this hub speaks version {PROTOCOL_VERSION}", details)
+        raise HubError(
+            "version_mismatch", f"protocolVersion must be compatible with {PROTOCOL_VERSION}", details
+        )
 
 
 def _authenticate(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Identity:
@@ -165,12 +162,12 @@ def _authenticate(hub: Hub, session: Session, request: HubRequest, now_ms: int) 
     token = token or session.upgrade_token
     if not token:
         details = {"action": "connect", "reason": "no token"}
-        raise HubError("unauthorized", "this hub needs a token", details)
+        raise HubError("unauthorized", "authToken is missing", details)
     return _verify_token(hub, token, "connect", now_ms)
 
 
 def _verify_token(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
-    """The identity of a token that is good, and was issued not too long ago."""
+    """The identity of a valid token within the maximum age."""
     verify = hub.options.verify
     assert verify is not None
     bare = token[7:] if token[:7].lower() == "bearer " else token
@@ -189,34 +186,31 @@ def _verify_token(hub: Hub, token: str, action: str, now_ms: int) -> Identity:
 
 
 def _identity_path(hub: Hub, session: Session, request: HubRequest, identity: Identity) -> str:
-    if hub.dev:
-        # Whoever cannot say a proper name is given one.
-        try:
-            return parse_address(request.envelope.from_ or "")
-        except HubError:
-            return f"anonymous/{session.id}"
+    verified = None if hub.is_open else identity
     try:
-        return parse_address(f"@({identity.actor_id})")
+        return identity_path(verified, request.envelope.from_, f"anonymous/{session.id}")
     except HubError:
-        details = {"action": "connect", "reason": "the token names no address"}
-        raise HubError("unauthorized", "actorId or sub of the token is no address", details) from None
+        details = {"action": "connect", "reason": "the token has no valid address"}
+        raise HubError(
+            "unauthorized", "actorId or sub of the token is not a valid address", details
+        ) from None
 
 
 def _find_resumable(hub: Hub, request: HubRequest, path: str) -> Session | None:
-    """The session that a token stands for. Single use, and only for who it was given to."""
+    """The session of a resume token, which is single use and bound to its identity."""
     token = request.metadata.text("resumeToken") or request.payload.text("resumeToken")
     found = None if token is None else hub.by_resume.get(token)
     if found is None or not found.alive:
         return None
-    return found if found.path == path or hub.dev else None
+    return found if found.path == path or hub.is_open else None
 
 
 def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
-    """The new connection takes everything over that the old one had."""
+    """Moves everything that the old connection owns to the new one."""
     if old.resume_token is not None:
         hub.by_resume.pop(old.resume_token, None)
     if not old.detached:
-        # The client knows better than we do that its old connection is dead.
+        # The client has noticed first that its old connection is dead.
         hub.close(old, 1000, "resumed")
     old.state = DISCONNECTED
     hub.sessions.pop(old.id, None)
@@ -231,22 +225,22 @@ def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
     session.watches, old.watches = old.watches, None
     for watch in (session.watches or {}).values():
         watch.session = session
-    session.boxes, old.boxes = old.boxes, {}
-    for path in session.boxes:
-        box = hub.mailboxes.boxes.get(path)
-        if box is not None:
-            box.session = session
-    hub.asks.moved(old, session)
+    session.queues, old.queues = old.queues, {}
+    for path in session.queues:
+        queue = hub.mailboxes.queues.get(path)
+        if queue is not None:
+            queue.session = session
+    hub.pending.transfer(old, session)
 
 
 def _close_oldest_sessions(hub: Hub, session: Session, now_ms: int) -> None:
-    """An identity has so many sessions; one more ends the oldest. Without authentication the identity is
-    the address: a page that is reloaded takes the place of its old connection."""
+    """Enforces the limit of sessions per identity. Without authentication the identity is the address: a
+    reloaded page replaces its old connection."""
     held = hub.by_identity.get(session.path, {})
     living = [one for one in held if one.alive and one is not session]
     while len(living) >= hub.limits.hub_connections_per_identity:
         oldest = living.pop(0)
-        send_disconnect(hub, oldest, "duplicate_connection", "another connection has taken over", now_ms)
+        send_disconnect(hub, oldest, "duplicate_connection", "replaced by another connection", now_ms)
         if oldest.detached:
             end_session(hub, oldest, now_ms)
         else:
@@ -255,7 +249,7 @@ def _close_oldest_sessions(hub: Hub, session: Session, now_ms: int) -> None:
 
 def send_disconnect(hub: Hub, session: Session, reason: str, message: str, now_ms: int, **more: Any) -> None:
     payload = {"reason": reason, "message": message, **more}
-    hub.notice(session, "hub:disconnect", payload, now_ms)
+    hub.send_notice(session, "hub:disconnect", payload, now_ms)
 
 
 def _send_connected(hub: Hub, session: Session, request: HubRequest, resumed: bool, now_ms: int) -> None:
@@ -280,41 +274,43 @@ def _send_connected(hub: Hub, session: Session, request: HubRequest, resumed: bo
         "tokenExpiresAt": session.expires_ms,
         "serverTime": now_ms,
     }
-    hub.reply(session, request, "hub:connected", payload, now_ms, msgspec.json.encode(metadata))
+    hub.send_reply(session, request, "hub:connected", payload, now_ms, msgspec.json.encode(metadata))
 
 
 def heartbeat(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    said = request.payload.integer("timestamp")
+    sent_ms = request.payload.integer("timestamp")
     for found in session.addresses.values():
         if found.renews_on_heartbeat and found.expires_ms > now_ms:
             registration.extend_registration(hub, found, now_ms)
-    payload = {"timestamp": request.envelope.timestamp if said is None else said, "serverTime": now_ms}
-    hub.reply(session, request, "hub:heartbeat_ack", payload, now_ms)
+    payload = {"timestamp": request.envelope.timestamp if sent_ms is None else sent_ms, "serverTime": now_ms}
+    hub.send_reply(session, request, "hub:heartbeat_ack", payload, now_ms)
 
 
 def disconnect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
     payload = {"acknowledged": True, "sessionId": session.id, "cleanedUp": True}
-    hub.reply(session, request, "hub:disconnect", payload, now_ms)
+    hub.send_reply(session, request, "hub:disconnect", payload, now_ms)
     hub.close(session, 1000, "client_requested")
 
 
 def refresh_token(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> None:
-    """A newer token for the same identity, or one that the hub makes."""
+    """Accepts a newer token of the same identity, or issues one."""
     nonce = request.metadata.text("nonce") or request.payload.text("nonce")
     used = {known: at for known, at in (session.nonces or {}).items() if now_ms - at < REFRESH_INTERVAL_MS}
     if nonce is not None:
         if nonce in used or len(used) >= NONCES_MAX:
-            raise HubError("replay_detected", "this nonce was used a moment ago")
+            raise HubError("replay_detected", "the nonce was used before")
         used[nonce] = now_ms
     session.nonces = used or None
     wait_ms = session.refreshed_ms + REFRESH_INTERVAL_MS - now_ms
     if session.refreshed_ms and wait_ms > 0:
         raise HubError(
-            "rate_limited", "a token is refreshed once a minute", {"retryAfter": wait_ms, "kind": "refresh"}
+            "rate_limited",
+            "a token can be refreshed once per minute",
+            {"retryAfter": wait_ms, "kind": "refresh"},
         )
     given = request.metadata.text("authToken") or request.payload.text("authToken")
     minted: str | None = None
-    if hub.dev:
+    if hub.is_open:
         identity = session.identity
     elif given is not None:
         identity = _verify_refreshed_token(hub, given, now_ms)
@@ -324,22 +320,22 @@ def refresh_token(hub: Hub, session: Session, request: HubRequest, now_ms: int) 
             raise field_error("authToken", "authToken is missing")
         identity = _verify_refreshed_token(hub, current, now_ms)
         if hub.options.mint is None:
-            raise HubError("invalid_token", "this hub makes no tokens")
+            raise HubError("invalid_token", "this hub does not issue tokens")
         if identity.actor_id == session.path:
             minted = hub.options.mint(identity, MINTED_TOKEN_S)
             identity = _verify_refreshed_token(hub, minted, now_ms)
-    if not hub.dev and identity.actor_id != session.path:
+    if not hub.is_open and identity.actor_id != session.path:
         hub.audit(session, "refresh", "", "other identity", now_ms)
-        details = {"action": "refresh", "reason": "the token is another identity's"}
-        raise HubError("unauthorized", "the token is another identity's", details)
-    session.identity, session.actor = identity, principal_from_identity(identity, session.path)
+        details = {"action": "refresh", "reason": "the token belongs to another identity"}
+        raise HubError("unauthorized", "the token belongs to another identity", details)
+    session.identity, session.principal = identity, principal_from_identity(identity, session.path)
     session.expires_ms = None if identity.expires_at is None else int(identity.expires_at * 1000)
-    session.told_expiring = False
+    session.expiry_notified = False
     session.refreshed_ms = now_ms
     hub.audit(session, "refresh", "", "ok", now_ms)
     payload = {"tokenExpiresAt": session.expires_ms, "expiresAt": session.expires_ms, "token": minted}
-    hub.reply(session, request, "hub:token_refreshed", payload, now_ms)
-    hub.flow.release(session)
+    hub.send_reply(session, request, "hub:token_refreshed", payload, now_ms)
+    hub.flow_control.release(session)
     hub.mailboxes.on_room(session, now_ms)
 
 
@@ -356,19 +352,19 @@ def _verify_refreshed_token(hub: Hub, token: str, now_ms: int) -> Identity:
 
 
 def socket_closed(hub: Hub, session: Session, code: int, now_ms: int) -> None:
-    """Without a goodbye a session that may be resumed stays for a while, detached."""
+    """After an unclean close, a resumable session stays detached for the resume window."""
     hub.count("ws_closes", str(session.closed_with or code))
     resumable = "resume" in session.features and session.state == CONNECTED and not hub.draining
     if resumable and code not in (1000, 1001):
         session.detached_until_ms = now_ms + hub.limits.hub_resume_window_ms
-        session.outbox.wire = NO_CONNECTION
-        hub.flow.ended(session, now_ms)
+        session.outbox.connection = NO_CONNECTION
+        hub.flow_control.ended(session, now_ms)
         return
     end_session(hub, session, now_ms)
 
 
 def end_session(hub: Hub, session: Session, now_ms: int) -> None:
-    """Exactly once. What it costs depends on what the session owns, not on the size of the hub."""
+    """Releases what the session owns, once. The cost does not depend on the size of the hub."""
     if session.state == DISCONNECTED:
         return
     session.state = DISCONNECTED
@@ -376,26 +372,28 @@ def end_session(hub: Hub, session: Session, now_ms: int) -> None:
     if session.resume_token is not None:
         hub.by_resume.pop(session.resume_token, None)
     hub.remove_identity(session)
-    hub.dead.session_ended(session, now_ms)
-    hub.flow.ended(session, now_ms)
-    hub.asks.session_ended(session, now_ms)
+    hub.dead_letters.session_ended(session, now_ms)
+    hub.flow_control.ended(session, now_ms)
+    hub.pending.session_ended(session, now_ms)
     hub.topics.session_ended(session)
     hub.presence.session_ended(session)
-    for path in tuple(session.boxes):
+    for path in tuple(session.queues):
         hub.mailboxes.leave(path, session)
     registration.release_addresses(hub, session, now_ms)
-    session.frames_held = None
+    session.held_frames = None
 
 
 # -- time ------------------------------------------------------------------------------------------------
 
 
 def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
-    """Once a second, of every session."""
+    """Once a second for every session."""
     if session.state == CONNECTING:
         if now_ms - session.opened_ms >= hub.limits.hub_connect_ms:
             details = {"action": "connect", "reason": "not_connected"}
-            hub.refuse(session, HubError("unauthorized", "hub:connect did not come in time", details), now_ms)
+            hub.send_error(
+                session, HubError("unauthorized", "no hub:connect before the deadline", details), now_ms
+            )
             hub.close(session, 1008, "not_connected")
         return
     if session.state == DISCONNECTING:
@@ -405,21 +403,21 @@ def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
             end_session(hub, session, now_ms)
         return
     session.minute.roll(session, now_ms)
-    hub.flow.on_second(session, now_ms)
+    hub.flow_control.on_second(session, now_ms)
     if session.expires_ms is None:
         return
     remaining = session.expires_ms - now_ms
-    if remaining <= TOKEN_GRACE_MS and not session.told_expiring:
-        session.told_expiring = True
+    if remaining <= TOKEN_GRACE_MS and not session.expiry_notified:
+        session.expiry_notified = True
         if "token-refresh" in session.features:
             payload = {"tokenExpiresAt": session.expires_ms, "remaining": max(0, remaining)}
-            hub.notice(session, "hub:token_expiring", payload, now_ms)
+            hub.send_notice(session, "hub:token_expiring", payload, now_ms)
     if in_token_grace(session, now_ms) and -remaining >= TOKEN_GRACE_MS:
         disconnect_unauthorized(hub, session, "the token has expired", now_ms)
 
 
 def disconnect_unauthorized(hub: Hub, session: Session, reason: str, now_ms: int) -> None:
-    """It may not go on, at once."""
+    """Ends a session that has lost its rights."""
     hub.audit(session, "dismiss", "", reason, now_ms)
     send_disconnect(hub, session, "unauthorized", reason, now_ms)
     if session.detached:
@@ -429,22 +427,22 @@ def disconnect_unauthorized(hub: Hub, session: Session, reason: str, now_ms: int
 
 
 def disconnect_denied(hub: Hub, now_ms: int) -> None:
-    """Whoever holds an address that it could not register any more is sent away."""
+    """Disconnects sessions that hold an address which the policy now denies."""
     for session in tuple(hub.sessions.values()):
-        if not all(hub.policy.may_register(session.actor, path) for path in session.addresses):
-            disconnect_unauthorized(hub, session, "the rules have changed", now_ms)
+        if not all(hub.policy.may_register(session.principal, path) for path in session.addresses):
+            disconnect_unauthorized(hub, session, "the hub policy has changed", now_ms)
 
 
-def disconnect_revoked(hub: Hub, stands: Callable[[Identity], bool], now_ms: int) -> int:
-    """Sessions whose identity has lost its right end now, and cannot be resumed."""
-    lost = [one for one in hub.sessions.values() if not stands(one.identity)]
+def disconnect_revoked(hub: Hub, is_valid: Callable[[Identity], bool], now_ms: int) -> int:
+    """Ends sessions with revoked identities; they cannot be resumed."""
+    lost = [one for one in hub.sessions.values() if not is_valid(one.identity)]
     for session in lost:
         disconnect_unauthorized(hub, session, "the token was revoked", now_ms)
     return len(lost)
 
 
 def disconnect_all(hub: Hub, delays: dict[str, int], now_ms: int) -> None:
-    """SIGTERM: everybody is told when to come back; the delays spread them."""
+    """SIGTERM: notifies all clients when to reconnect; the delays spread them."""
     hub.draining = True
     for session in tuple(hub.sessions.values()):
         if session.detached:

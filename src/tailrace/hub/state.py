@@ -1,6 +1,6 @@
-"""The state of one hub, and the few ways in which a decision speaks: replies, errors, deliveries, entries.
+"""The state of one hub, and how decisions send replies, errors, notices and records.
 
-Everything here runs on the loop thread, takes the time as an argument and asks for effects; nothing waits.
+Runs on the event loop thread. Methods take the time as an argument and queue effects; none waits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from tailrace.hub.broadcast import BroadcastBatching
 from tailrace.hub.dead_letters import DeadLetters, RejectedMessages
 from tailrace.hub.deduplication import SeenMemory, SeenMessages
 from tailrace.hub.effects import Append, AppendOutcome, Close, Effect, Send
-from tailrace.hub.envelope import HUB_ADDRESS, encode_envelope, new_id
+from tailrace.hub.envelope import HUB_ADDRESS, new_id
 from tailrace.hub.errors import DeniedError, HubError, encode_error
-from tailrace.hub.flow_control import FlowControl
+from tailrace.hub.flow_control import SLOW_CONSUMER, FlowControl
 from tailrace.hub.mailboxes import Mailboxes
 from tailrace.hub.pending_requests import PendingRequests
 from tailrace.hub.policy import Policy, RateLimiter
 from tailrace.hub.registry import PresenceWatches, Registry
+from tailrace.hub.sender import encode_hub_message, hub_sender
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import SignatureKey
 from tailrace.hub.sweep import HubSweep
@@ -37,42 +38,44 @@ if TYPE_CHECKING:
 
 HUB_ADDRESS_ALIASES: Final = ("@(tailrace/hub)", "@(signal-hub)")
 AUDIT_STREAM: Final = "hub/audit"
-RESERVE_MESSAGES: Final = 64
+OVER_LIMIT_MESSAGES_MAX: Final = 64
 CLOSE_SLOW_CONSUMER: Final = 1013
 
 
 class HubStreams(Protocol):
-    """What decisions know of streams without waiting for anything."""
+    """Stream metadata that decisions read without waiting."""
 
     def tail(self, stream: str) -> int | None:
-        """The last entry that is durable; None if there is no such stream."""
+        """The last durable entry; None if there is no such stream."""
         ...
 
     def earliest(self, stream: str) -> int: ...
     def size_bytes(self, stream: str) -> int: ...
     def offset(self, stream: str, entry: int) -> str: ...
     def resolve(self, stream: str, offset: str) -> int:
-        """The entry that an offset stands for, or the refusal."""
+        """The entry of an offset; raises TailraceError."""
         ...
 
 
 class HubOptions(msgspec.Struct, frozen=True):
-    """How the hub is set up, beside its limits."""
+    """Options of the hub besides its limits."""
 
     address: str = HUB_ADDRESS
     topics_open: bool = True
     durable_topics: tuple[str, ...] = ()
     trace: str = "durable"  # or off, or all
     signatures_required: bool = False
-    mint: Callable[[Identity, int], str] | None = None  # makes a token for an identity, of so many seconds
-    verify: Callable[[str], Identity] | None = None  # None: nobody needs a token
+    mint: Callable[[Identity, int], str] | None = (
+        None  # issues a token for an identity, valid for some seconds
+    )
+    verify: Callable[[str], Identity] | None = None  # None: no authentication
     keys_of: Callable[[str], Sequence[SignatureKey]] | None = None  # signature keys of an identity
     on_bug: Callable[[Exception], None] | None = None
-    on_broadcast: Callable[[float], None] | None = None  # told how many seconds one took
+    on_broadcast: Callable[[float], None] | None = None  # called with the duration in seconds
 
 
 class Hub:
-    """Sessions, registrations, routes. Every room has its own part of it."""
+    """All state of one hub; each subject has its own object."""
 
     def __init__(
         self,
@@ -94,34 +97,35 @@ class Hub:
         self.by_identity: dict[str, dict[Session, None]] = {}
         self.by_resume: dict[str, Session] = {}
         self.draining = False
-        self.unwritten = False  # something is written in batches, and somebody has to see to it
+        self.has_unflushed = False  # batched records wait for a flush
         self.counts: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._seq = 0
-        self.via = msgspec.json.encode(options.address)
+        self.sender = hub_sender(options.address)
+        self.via = self.sender.quoted
         self.connecting: set[Session] = set()
-        self.ready: deque[Session] = deque()  # whose frames had to wait, and need not any more
+        self.ready: deque[Session] = deque()  # sessions whose held frames may be processed
         self._seen: dict[str, SeenMessages] = {}
         self.seen_memory = SeenMemory(limits.hub_seen_bytes)
         self.registry = Registry()
         self.trace = MessageTrace(self, options.trace)
         self.rates = RateLimiter(limits, policy)
-        self.flow = FlowControl(self)
+        self.flow_control = FlowControl(self)
         self.presence = PresenceWatches(self)
-        self.convoys = BroadcastBatching(self)
-        self.dead = DeadLetters(self)
-        self.asks = PendingRequests(self)
+        self.broadcasts = BroadcastBatching(self)
+        self.dead_letters = DeadLetters(self)
+        self.pending = PendingRequests(self)
         self.mailboxes = Mailboxes(self)
-        self.burials = RejectedMessages(self)
+        self.rejected = RejectedMessages(self)
         self.topics = Topics(self)
-        self.sweeping = HubSweep(self)
+        self.sweep = HubSweep(self)
 
     @property
-    def dev(self) -> bool:
-        """No authentication on this server."""
+    def is_open(self) -> bool:
+        """Whether the server has no authentication."""
         return self.options.verify is None
 
     def next_seq(self, now_ms: int) -> int:
-        """A number for each message that is accepted; it grows over restarts too."""
+        """The number of an accepted message; increases across restarts."""
         following, least = self._seq + 1, now_ms << 10
         self._seq = seq = following if following > least else least
         return seq
@@ -129,17 +133,32 @@ class Hub:
     def count(self, name: str, label: str = "") -> None:
         self.counts[(name, label)] += 1
 
-    # -- speaking --------------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------------
 
-    def control(self, session: Session, frame: bytes) -> None:
-        """Replies, errors and notices: never dropped, but whoever lets too many lie is sent away."""
-        if session.answer is not None:
-            session.answer(frame)
+    def encode(
+        self,
+        to: str,
+        kind: str,
+        payload: bytes,
+        now_ms: int,
+        *,
+        correlation_id: str | None = None,
+        metadata: bytes = b"{}",
+    ) -> bytes:
+        """A message of the hub itself."""
+        return encode_hub_message(
+            self.sender, to, kind, payload, now_ms, new_id(now_ms), correlation_id, metadata
+        )
+
+    def send_control(self, session: Session, frame: bytes) -> None:
+        """Replies, errors and notices are never dropped; a client that reads none of them is disconnected."""
+        if session.on_http_answer is not None:
+            session.on_http_answer(frame)
             return
         if session.state not in (CONNECTED, "connecting"):
             return
         if session.detached:
-            self.flow.keep(session, frame)
+            self.flow_control.buffer_for_resume(session, frame)
             return
         limits = self.limits
         outbox, bytes_max, messages_max = (
@@ -147,30 +166,30 @@ class Hub:
             limits.hub_outbound_bytes,
             limits.hub_outbound_messages,
         )
-        if not outbox.is_light(bytes_max, messages_max) and (
+        if not outbox.is_below(bytes_max, messages_max) and (
             outbox.bytes > bytes_max or outbox.messages > messages_max
         ):
-            session.reserve += 1
-            if session.reserve > RESERVE_MESSAGES:
-                self.close(session, CLOSE_SLOW_CONSUMER, "the connection takes nothing")
+            session.over_limit_messages += 1
+            if session.over_limit_messages > OVER_LIMIT_MESSAGES_MAX:
+                self.close(session, CLOSE_SLOW_CONSUMER, SLOW_CONSUMER)
                 return
         else:
-            session.reserve = 0
-        self.write(session, frame)
+            session.over_limit_messages = 0
+        self.send_frame(session, frame)
 
-    def write(self, session: Session, frame: bytes) -> None:
+    def send_frame(self, session: Session, frame: bytes) -> None:
         session.outbox.push(len(frame))
         self.effects.append(Send(session, frame))
 
     def close(self, session: Session, code: int, reason: str) -> None:
-        """Says goodbye. What the session owned goes when its socket is gone."""
+        """Closes the connection. The session ends when the socket is closed."""
         if session.state in (DISCONNECTING, DISCONNECTED):
             return
         session.state = DISCONNECTING
         session.closed_with = code
         self.effects.append(Close(session, code, reason))
 
-    def reply(
+    def send_reply(
         self,
         session: Session,
         request: HubRequest,
@@ -179,35 +198,24 @@ class Hub:
         now_ms: int,
         metadata: bytes | None = None,
     ) -> bytes:
-        """The answer to a request, correlated; also given back, since it may be asked for again."""
-        frame = encode_envelope(
-            id=new_id(now_ms),
-            from_=self.options.address,
-            to=f"@({request.sender or session.path or 'anonymous'})",
-            type=kind,
-            payload=payload if isinstance(payload, bytes) else msgspec.json.encode(payload),
-            timestamp=now_ms,
+        """Sends the correlated reply, and returns it to be stored for repeats."""
+        frame = self.encode(
+            f"@({request.sender.path or session.path or 'anonymous'})",
+            kind,
+            payload if isinstance(payload, bytes) else msgspec.json.encode(payload),
+            now_ms,
             correlation_id=request.id,
             metadata=requests.trace_metadata(request) if metadata is None else metadata,
         )
-        self.control(session, frame)
+        self.send_control(session, frame)
         return frame
 
-    def notice(self, session: Session, kind: str, payload: dict[str, Any], now_ms: int) -> None:
-        """Something that nobody asked for in particular."""
-        self.control(
-            session,
-            encode_envelope(
-                id=new_id(now_ms),
-                from_=self.options.address,
-                to=f"@({session.path or 'anonymous'})",
-                type=kind,
-                payload=msgspec.json.encode(payload),
-                timestamp=now_ms,
-            ),
-        )
+    def send_notice(self, session: Session, kind: str, payload: dict[str, Any], now_ms: int) -> None:
+        """Sends an unsolicited message."""
+        to = f"@({session.path or 'anonymous'})"
+        self.send_control(session, self.encode(to, kind, msgspec.json.encode(payload), now_ms))
 
-    def refuse(
+    def send_error(
         self,
         session: Session,
         error: HubError,
@@ -216,11 +224,11 @@ class Hub:
         request_id: str | None = None,
         trace: bytes = b"{}",
     ) -> bytes:
-        """Exactly one error with the request's id."""
+        """Sends an error with the id of the request."""
         session.errors += 1
         path = session.path or "anonymous"
         frame = self.error_frame(path, error, now_ms, request_id=request_id, trace=trace)
-        self.control(session, frame)
+        self.send_control(session, frame)
         return frame
 
     def error_frame(
@@ -232,26 +240,19 @@ class Hub:
         request_id: str | None = None,
         trace: bytes = b"{}",
     ) -> bytes:
-        """An error for this address, counted."""
+        """Counts and encodes an error."""
         self.count("errors", error.code)
         kind, payload = encode_error(error)
-        return encode_envelope(
-            id=new_id(now_ms),
-            from_=self.options.address,
-            to=f"@({path})",
-            type=kind,
-            payload=payload,
-            timestamp=now_ms,
-            correlation_id=request_id,
-            metadata=trace,
-        )
+        return self.encode(f"@({path})", kind, payload, now_ms, correlation_id=request_id, metadata=trace)
 
-    def refuse_request(self, session: Session, request: HubRequest, error: HubError, now_ms: int) -> bytes:
-        return self.refuse(
+    def send_request_error(
+        self, session: Session, request: HubRequest, error: HubError, now_ms: int
+    ) -> bytes:
+        return self.send_error(
             session, error, now_ms, request_id=request.id, trace=requests.trace_metadata(request)
         )
 
-    # -- keeping ---------------------------------------------------------------------------------------
+    # -- storing ---------------------------------------------------------------------------------------
 
     def append(self, effect: Append) -> None:
         self.effects.append(effect)
@@ -259,11 +260,11 @@ class Hub:
     def audit(
         self, session: Session, event: str, obj: str, result: str, now_ms: int, path: str | None = None
     ) -> None:
-        """Who did what to whom, for operators."""
+        """Appends a record to the audit stream."""
         self.effects.append(Append(AUDIT_STREAM, _audit_record(session, event, obj, result, now_ms, path)))
 
-    def seen_of(self, path: str) -> SeenMessages:
-        """What an identity has sent lately."""
+    def seen_messages_of(self, path: str) -> SeenMessages:
+        """The recent messages of an identity."""
         found = self._seen.get(path)
         if found is None:
             limits = self.limits
@@ -278,22 +279,22 @@ class Hub:
 
     @property
     def senders(self) -> Iterable[str]:
-        """Identities of which it is known what they sent lately."""
+        """Identities with recent messages."""
         return self._seen
 
-    def forget_seen(self, path: str, now_ms: int) -> None:
-        """An identity that sent nothing for a while costs nothing."""
+    def expire_seen(self, path: str, now_ms: int) -> None:
+        """Removes expired messages of an identity, and then the identity."""
         found = self._seen.get(path)
         if found is not None:
             found.expire(now_ms)
             if not len(found) and found.floor_ms < 0:
                 del self._seen[path]
 
-    def go_on(self, session: Session, now_ms: int) -> None:
-        """Frames of a session that waited for its broadcast are looked at next."""
+    def resume_frames(self, session: Session, now_ms: int) -> None:
+        """Processes held frames of a session after this decision."""
         self.ready.append(session)
 
-    # -- who -------------------------------------------------------------------------------------------
+    # -- identity --------------------------------------------------------------------------------------
 
     def add_identity(self, session: Session) -> None:
         self.by_identity.setdefault(session.path, {})[session] = None
@@ -303,35 +304,17 @@ class Hub:
         if held is not None and held.pop(session, held) is None and not held:
             del self.by_identity[session.path]
 
-    def rename(self, session: Session, path: str) -> None:
-        """Another identity for a session, which only a server without authentication allows."""
-        assert self.dev
-        self.remove_identity(session)
-        session.actor = msgspec.structs.replace(session.actor, path=path)
-        self.add_identity(session)
-
-    def sender_of(self, session: Session, claimed: str | None) -> str:
-        """The path that a frame of this session is from: never more than what was verified."""
-        if claimed is not None:
-            path = claimed[2:-1]
-            if path == session.path:
-                return path
-            if path in session.addresses:
-                return path
-            self.count("from_rewritten")
-        return session.path
-
     def denied(self, session: Session, action: str, reason: str, obj: str, now_ms: int) -> DeniedError:
-        """A refusal by the rules; failed attempts are audited."""
+        """An error for a policy denial, with its audit record."""
         details = {"action": action, "reason": reason, "errorCode": "PERMISSION_DENIED"}
         record = _audit_record(session, "denied", obj, action, now_ms)
         return DeniedError(f"{action}: {reason}", details, record)
 
-    def refuse_denied(self, session: Session, request: HubRequest, error: DeniedError) -> None:
-        """Told when it is in the audit, or cannot be: nobody goes on from an attempt that left no trace."""
+    def send_denied(self, session: Session, request: HubRequest, error: DeniedError) -> None:
+        """Sends the denial after its audit record was appended, or could not be."""
 
         def recorded(_: AppendOutcome, now_ms: int) -> None:
-            self.refuse_request(session, request, error, now_ms)
+            self.send_request_error(session, request, error, now_ms)
 
         self.append(Append(AUDIT_STREAM, error.record, recorded))
 

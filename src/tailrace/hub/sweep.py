@@ -1,6 +1,6 @@
-"""What nobody will ask for any more: messages that waited too long, mailboxes that are not used, old entries.
+"""Sweep of hub streams: expired mailbox messages, unused mailboxes, old entries of topics and broadcasts.
 
-Streams are looked at in order of their names, a few each second, so a million of them costs no more than ten.
+Streams are swept in name order, a few per second, so the cost per second does not depend on their number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_READERS: Final = 2**62
 
 
 class TrimBounds(NamedTuple):
-    """Entries of a stream up to `upto` may go by their age, or because newer ones have so many bytes."""
+    """Entries up to `upto` may be trimmed by age, or above a size."""
 
     age_ms: int
     bytes_max: int | None
@@ -39,80 +39,82 @@ class HubSweep:
         self._prefix = 0
         self._after = ""
         self._next_ms = 0
-        self._looking = False
-        # By mailbox: its committed position, and when the entry behind that will have waited too long.
+        self._listing = False
+        # By mailbox: its committed position, and when the next entry expires.
         self._due: dict[str, tuple[int, int]] = {}
-        self.bounds: dict[str, TrimBounds] = {}  # of streams of which something may go
+        self.bounds: dict[str, TrimBounds] = {}  # of streams that may be trimmed
 
     def tick(self, now_ms: int) -> None:
-        """Once a second: the next few names, or nothing until the next round."""
-        if self._looking or now_ms < self._next_ms:
+        """Once a second: sweeps the next streams, unless the round is finished."""
+        if self._listing or now_ms < self._next_ms:
             return
-        self._looking = True
+        self._listing = True
         prefix = PREFIXES[self._prefix]
         self._hub.effects.append(ListStreams(prefix, self._after, NAMES_AT_ONCE, self._found))
 
     def _found(self, names: list[StreamSummary], now_ms: int) -> None:
-        self._looking = False
-        look = self._look_at_mailbox if PREFIXES[self._prefix] == MAILBOX_PREFIX else self._look_at_shared
+        self._listing = False
+        sweep = self._sweep_mailbox if PREFIXES[self._prefix] == MAILBOX_PREFIX else self._sweep_shared
         for named in names:
-            look(named, now_ms)
+            sweep(named, now_ms)
         if len(names) == NAMES_AT_ONCE:
             self._after = names[-1].stream
             return
         self._after = ""
         self._prefix = (self._prefix + 1) % len(PREFIXES)
         if self._prefix == 0:
-            self._hub.topics.write_again(now_ms)
+            self._hub.topics.rewrite_old(now_ms)
             self._next_ms = now_ms + self._hub.limits.hub_sweep_ms
 
     # -- mailboxes -------------------------------------------------------------------------------------
 
-    def _look_at_mailbox(self, named: StreamSummary, now_ms: int) -> None:
+    def _sweep_mailbox(self, named: StreamSummary, now_ms: int) -> None:
         hub, limits = self._hub, self._hub.limits
         path = named.stream.removeprefix(MAILBOX_PREFIX)
-        cursor = hub.mailboxes.cursors.of(path, named.stream)
+        cursor = hub.mailboxes.cursors.get(path, named.stream)
         committed = named.earliest if cursor is None else max(named.earliest, cursor.committed)
         age_ms = now_ms - named.created_ms
         if committed > named.earliest and age_ms >= limits.hub_mailbox_kept_ms:
             self.bounds[named.stream] = TrimBounds(limits.hub_mailbox_kept_ms, None, committed)
-        box = hub.mailboxes.boxes.get(path)
-        if box is not None and (box.appends or box.is_fed):
-            return  # its owner is given what is in it, and told what is too old
+        queue = hub.mailboxes.queues.get(path)
+        if queue is not None and (queue.appends or queue.is_pushed):
+            return  # its owner reads it; delivery expires old entries
         if committed < named.tail:
             if age_ms >= limits.hub_mailbox_ms:
                 self._expire(path, named.stream, committed, now_ms)
-        elif box is None and path not in hub.registry.by_path and self._is_unused(named, cursor, now_ms):
+        elif queue is None and path not in hub.registry.by_path and self._is_unused(named, cursor, now_ms):
             hub.effects.append(DeleteStream(named.stream))
-            hub.mailboxes.cursors.forget(path, named.stream)
-            hub.mailboxes.cursors.forget(path, BROADCAST_STREAM)
+            hub.mailboxes.cursors.delete(path, named.stream)
+            hub.mailboxes.cursors.delete(path, BROADCAST_STREAM)
 
     def _is_unused(self, named: StreamSummary, cursor: Cursor | None, now_ms: int) -> bool:
         used_ms = max(named.created_ms, named.last_ms, 0 if cursor is None else cursor.moved_ms)
-        # What came since the names were listed is use too.
+        # Entries since the listing count as use.
         same = self._hub.streams.tail(named.stream) == named.tail
         return same and now_ms - used_ms >= self._hub.limits.hub_mailbox_unused_ms
 
     def _expire(self, path: str, stream: str, committed: int, now_ms: int) -> None:
-        """What waited too long becomes dead letters, page by page."""
+        """Dead-letters expired messages, page by page."""
         known = self._due.get(stream)
         if known is not None and known[0] == committed and now_ms < known[1]:
             return
 
         def then(found: ReadResult, now_ms: int) -> None:
             if found.error is None:
-                self._bury_old(path, stream, committed, found, now_ms)
+                self._dead_letter_expired(path, stream, committed, found, now_ms)
 
         self._hub.effects.append(Read(stream, committed, PAGE_ENTRIES, PAGE_BYTES, then))
 
-    def _bury_old(self, path: str, stream: str, committed: int, found: ReadResult, now_ms: int) -> None:
+    def _dead_letter_expired(
+        self, path: str, stream: str, committed: int, found: ReadResult, now_ms: int
+    ) -> None:
         mailboxes, streams = self._hub.mailboxes, self._hub.streams
-        box = mailboxes.open(path)
-        feed = box.feeds[stream]
+        queue = mailboxes.open(path)
+        feed = queue.feeds[stream]
         same = committed == max(streams.earliest(stream), feed.cursor.committed)
-        if not same or box.is_fed:
-            mailboxes.let_go(box)
-            return  # its owner came back meanwhile
+        if not same or queue.is_pushed:
+            mailboxes.release(queue)
+            return  # its owner is back
         waits_ms = self._hub.limits.hub_mailbox_ms
         old: set[int] = set()
         for number, time_ns, body in found.entries:
@@ -120,11 +122,11 @@ class HubSweep:
                 self._remember(stream, number - 1, time_ns // 1_000_000 + waits_ms)
                 break
             copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
-            mailboxes.bury(box, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
+            mailboxes.dead_letter(queue, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
             old.add(number)
         if old:
-            mailboxes.done_with(box, feed, old)
-        mailboxes.let_go(box)
+            mailboxes.mark_done(queue, feed, old)
+        mailboxes.release(queue)
         if old and len(old) == len(found.entries) and max(old) < (streams.tail(stream) or 0):
             self._expire(path, stream, max(old), now_ms)
 
@@ -135,8 +137,8 @@ class HubSweep:
 
     # -- topics and broadcasts -------------------------------------------------------------------------
 
-    def _look_at_shared(self, named: StreamSummary, now_ms: int) -> None:
-        """Nothing goes that a durable subscriber has yet to read, unless it has not read for long."""
+    def _sweep_shared(self, named: StreamSummary, now_ms: int) -> None:
+        """Unread entries of durable subscribers are not trimmed, unless their cursor is too old."""
         limits = self._hub.limits
         old = now_ms - named.created_ms >= limits.hub_topic_ms
         if named.earliest == named.tail or not (old or named.size_bytes > limits.hub_topic_bytes):
@@ -150,10 +152,10 @@ class HubSweep:
             self.bounds[named.stream] = TrimBounds(limits.hub_topic_ms, limits.hub_topic_bytes, upto)
 
     def _subscribers(self, named: StreamSummary) -> Iterable[Cursor]:
-        """One that was away since the topic began has no position: it begins at the start."""
+        """A subscriber without a cursor starts at the beginning."""
         hub = self._hub
-        for found in hub.topics.lasting.match(named.stream.removeprefix(TOPIC_PREFIX)):
-            cursor = hub.mailboxes.cursors.of(found.owner, named.stream)
+        for found in hub.topics.durable.match(named.stream.removeprefix(TOPIC_PREFIX)):
+            cursor = hub.mailboxes.cursors.get(found.owner, named.stream)
             yield _cursor_at_start(named) if cursor is None else cursor
 
     def _needed_by(self, cursors: Iterable[Cursor], now_ms: int) -> int:

@@ -1,11 +1,4 @@
-"""Topic subscriptions, subscriber groups, and the handler of hub:publish.
-
-Subscriptions: of a session, or of an actor that may be away.
-
-Topics: who subscribed to what, and which of them are kept in streams.
-
-`hub:publish`: one message to all who subscribed to its topic.
-"""
+"""Topic subscriptions, subscriber groups, and the handler of hub:publish."""
 
 from __future__ import annotations
 
@@ -20,7 +13,7 @@ from tailrace.hub.addresses import TopicFilter, TopicTrie, durable_topic_error, 
 from tailrace.hub.deduplication import SeenMessage, SeenMessages
 from tailrace.hub.delivery_queues import TOPIC, Cursor, DeliveryQueue, GroupMember, group_queue_path
 from tailrace.hub.effects import Append, AppendOutcome, Read, ReadResult
-from tailrace.hub.envelope import SharedEnvelope, encode_shared, new_id
+from tailrace.hub.envelope import SharedEnvelope, new_id
 from tailrace.hub.errors import HubError, field_error, to_hub_error
 from tailrace.hub.flow_control import FULL, SENT, SLOW, WAITING, Recipient, send_to_many
 from tailrace.hub.pending_requests import REQUEST_TTL_MS_MAX, PendingRequest
@@ -34,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TopicSubscription(msgspec.Struct, eq=False):
-    """Ends with its session, unless it is durable: then it is its owner's, and waits for it."""
+    """Ends with its session, unless it is durable: then it belongs to its owner."""
 
     id: str
     owner: str  # path of the address that copies go to
@@ -43,16 +36,16 @@ class TopicSubscription(msgspec.Struct, eq=False):
     group: str | None = None
     durable: bool = False
     session: Session | None = None  # None while the owner of a durable one is away
-    logged_ms: int = 0  # when a durable one was last written down, as far as this process knows
+    logged_ms: int = 0  # when a durable one was last logged by this process
 
     @property
     def key(self) -> str:
-        """What makes a durable one the same again."""
+        """Identifies a durable subscription of its owner."""
         return self.name or self.filter.text
 
 
 class SubscriptionRecord(msgspec.Struct, rename="camel"):
-    """What the log keeps of a durable one."""
+    """What the log stores of a durable one."""
 
     owner: str
     topic: str
@@ -71,7 +64,7 @@ class SubscriberGroup:
         self.turn = 0
 
     def choose(self) -> TopicSubscription | None:
-        """The one with the fewest unsent messages, then in turn."""
+        """The member with the fewest unsent messages, then round robin."""
         living = [one for one in self.members if one.session is not None and one.session.alive]
         if not living:
             return None
@@ -83,7 +76,7 @@ class SubscriberGroup:
 
 def _member_load(member: TopicSubscription) -> int:
     session = member.session
-    return 0 if session is None else session.outbox.messages + len(session.waiting or ())
+    return 0 if session is None else session.outbox.messages + len(session.resume_buffer or ())
 
 
 SUBSCRIPTIONS_STREAM: Final = "hub/subscriptions"
@@ -97,40 +90,40 @@ class Topics:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self.live: TopicTrie[TopicSubscription] = TopicTrie()
-        self.lasting: TopicTrie[TopicSubscription] = TopicTrie()
+        self.durable: TopicTrie[TopicSubscription] = TopicTrie()
         self.groups: dict[tuple[str, str], SubscriberGroup] = {}
-        self.kept: set[str] = set()  # topics that have a stream
+        self.stored_topics: set[str] = set()  # topics with a stream
         self._durable: dict[str, dict[str, TopicSubscription]] = {}  # by owner, then by name or filter
-        # Those that are being written down, and who else asked for them meanwhile.
+        # Subscriptions being committed, and the callbacks that wait for them.
         self._starting: dict[tuple[str, str], list[SubscribeCallback]] = {}
 
-    # -- durable ones ----------------------------------------------------------------------------------
+    # -- durable ---------------------------------------------------------------------------------------
 
     def is_durable(self, topic: str) -> bool:
-        """Whether a publication is kept: the topic was, or somebody wants it to be."""
-        if topic in self.kept or self.lasting.match(topic):
+        """Whether publications are stored: the topic has a stream, a durable subscriber or a setting."""
+        if topic in self.stored_topics or self.durable.match(topic):
             return True
         return any(pattern.matches(topic) for pattern in self._hub.durable_patterns)
 
     def durable_of(self, owner: str) -> list[tuple[str, str, str]]:
-        """The streams that an actor's durable subscriptions take from: stream, topic, subscription."""
+        """The streams of an actor's durable subscriptions: stream, topic, subscription."""
         found: list[tuple[str, str, str]] = []
         for subscription in self._durable.get(owner, {}).values():
             topics = (
                 [subscription.filter.text]
                 if subscription.filter.is_plain
-                else sorted(topic for topic in self.kept if subscription.filter.matches(topic))
+                else sorted(topic for topic in self.stored_topics if subscription.filter.matches(topic))
             )
             found += [(topic_stream(topic), topic, subscription.id) for topic in topics]
         return found
 
     def restore(self, record: SubscriptionRecord | None, owner: str, key: str) -> None:
-        """One message of the log, at start-up."""
+        """Applies one event of the log, at start-up."""
         known = self._durable.get(owner, {}).pop(key, None)
         if known is not None:
-            self.lasting.remove(known.filter, known)
+            self.durable.remove(known.filter, known)
         if record is not None:
-            self._keep(
+            self._add_durable(
                 TopicSubscription(
                     record.subscription_id,
                     owner,
@@ -141,8 +134,8 @@ class Topics:
                 )
             )
 
-    def write_again(self, now_ms: int) -> None:
-        """What still holds is written down once a day, so the log need not keep what is older."""
+    def rewrite_old(self, now_ms: int) -> None:
+        """Rewrites active subscriptions once a day, within the retention of the log."""
         for owned in self._durable.values():
             for found in owned.values():
                 if now_ms - found.logged_ms >= SUBSCRIPTION_REWRITE_MS:
@@ -153,9 +146,9 @@ class Topics:
                         )
                     )
 
-    def _keep(self, subscription: TopicSubscription) -> None:
+    def _add_durable(self, subscription: TopicSubscription) -> None:
         self._durable.setdefault(subscription.owner, {})[subscription.key] = subscription
-        self.lasting.add(subscription.filter, subscription)
+        self.durable.add(subscription.filter, subscription)
 
     # -- subscribing -----------------------------------------------------------------------------------
 
@@ -168,23 +161,27 @@ class Topics:
         group, name = request.payload.text("group"), request.payload.text("name")
         for field, value in (("group", group), ("name", name)):
             if value is not None and not 1 <= len(value.encode()) <= SUBSCRIPTION_NAME_BYTES_MAX:
-                raise field_error(field, f"{field} has 1 to {SUBSCRIPTION_NAME_BYTES_MAX} bytes")
+                raise field_error(field, f"{field} must have 1 to {SUBSCRIPTION_NAME_BYTES_MAX} bytes")
         durable = request.payload.truth("durable") is True
-        if not hub.policy.may_filter(session.actor, text):
+        if not hub.policy.may_filter(session.principal, text):
             raise hub.denied(session, "subscribe", "denied by policy", text, now_ms)
         for known in session.subscriptions.values():
             same = (known.filter.text, known.group, known.name) == (text, group, name)
-            if same and known.durable == durable and known.owner == request.sender:
+            if same and known.durable == durable and known.owner == request.sender.path:
                 self._subscribed(session, request, known, None, now_ms)
                 return
         if len(session.subscriptions) >= hub.limits.hub_session_subscriptions:
             details = {"retryAfter": 1000, "kind": "subscribe", "reason": "subscriptions"}
-            raise HubError("rate_limited", "too many subscriptions on this session", details)
+            raise HubError(
+                "rate_limited",
+                f"at most {hub.limits.hub_session_subscriptions} subscriptions per session",
+                details,
+            )
         if durable:
             self._subscribe_durable(session, request, wanted, name, group, now_ms)
             return
         subscription = TopicSubscription(
-            f"sub-{new_id(now_ms)}", request.sender, wanted, name, group, session=session
+            f"sub-{new_id(now_ms)}", request.sender.path, wanted, name, group, session=session
         )
         session.subscriptions[subscription.id] = subscription
         if group is None:
@@ -192,7 +189,7 @@ class Topics:
         else:
             shared = self.groups.setdefault((text, group), SubscriberGroup())
             if not shared.members:
-                # One entry for the whole group: whoever is first stands for all.
+                # The first member represents the whole group.
                 self.live.add(wanted, subscription)
             shared.members.append(subscription)
         self._subscribed(session, request, subscription, None, now_ms)
@@ -207,7 +204,7 @@ class Topics:
             "group": found.group,
             "offset": offset,
         }
-        self._hub.reply(session, request, "hub:subscribed", payload, now_ms)
+        self._hub.send_reply(session, request, "hub:subscribed", payload, now_ms)
 
     def _subscribe_durable(
         self,
@@ -218,20 +215,20 @@ class Topics:
         group: str | None,
         now_ms: int,
     ) -> None:
-        """One of an actor is its own; one of a group is everybody's who takes part in it."""
+        """A durable subscription belongs to the actor, or to the group that its members share."""
         hub = self._hub
-        owner = request.sender if group is None else group_queue_path(group, wanted.text)
+        owner = request.sender.path if group is None else group_queue_path(group, wanted.text)
         key = (owner, wanted.text if group is not None else name or wanted.text)
         known = self._durable.get(owner, {}).get(key[1])
         if known is not None and known.filter.text != wanted.text:
-            raise field_error("name", "there is a subscription of this name to another topic")
+            raise field_error("name", "a subscription with this name has another topic")
 
         def enter(settled: AppendOutcome, now_ms: int) -> None:
             if settled.error is not None:
-                hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
+                hub.send_request_error(session, request, to_hub_error(settled.error), now_ms)
                 return
             there = self._durable[owner][key[1]]
-            mine = self._entered(session, request.sender, there, now_ms)
+            mine = self._join(session, request.sender.path, there, now_ms)
             self._subscribed(session, request, mine, self._position(there), now_ms)
 
         if known is not None:
@@ -244,19 +241,19 @@ class Topics:
             self._start(request.payload.value("from"), new, enter)
 
     def _start(self, begin: object, subscription: TopicSubscription, enter: SubscribeCallback) -> None:
-        """Writes down where it begins, then that it does."""
+        """Commits the start cursors, then the subscription."""
         hub, wanted = self._hub, subscription.filter
         key = (subscription.owner, subscription.key)
 
         def start(position: int | None) -> None:
             self._begin_cursors(subscription, begin, position)
-            hub.mailboxes.cursors.flush()  # where it begins is durable before the subscription is
+            hub.mailboxes.cursors.flush()  # the start is durable before the subscription
             self._starting.setdefault(key, [enter])
 
             def then(settled: AppendOutcome, now_ms: int) -> None:
                 if settled.error is None:
                     subscription.logged_ms = now_ms
-                    self._keep(subscription)
+                    self._add_durable(subscription)
                 for waiting in self._starting.pop(key):
                     waiting(settled, now_ms)
 
@@ -283,9 +280,9 @@ class Topics:
         hub.effects.append(Read(stream, 0, 1, 1, found_time, since))
 
     def _begin_cursors(self, found: TopicSubscription, begin: object, position: int | None) -> None:
-        """A topic that exists begins where it is asked to; one that comes later begins at its start."""
+        """Existing topics start at `begin`; later ones at their beginning."""
         hub = self._hub
-        topics = [found.filter.text] if found.filter.is_plain else list(self.kept)
+        topics = [found.filter.text] if found.filter.is_plain else list(self.stored_topics)
         for topic in topics:
             stream = topic_stream(topic)
             tail = hub.streams.tail(stream)
@@ -300,21 +297,23 @@ class Topics:
             elif isinstance(begin, str) and found.filter.is_plain:
                 entry = hub.streams.resolve(stream, begin)
             else:
-                raise field_error("from", "from is now, -1, an offset or a time")
-            hub.mailboxes.cursors.put(found.owner, stream, Cursor(entry, entry))
-            hub.mailboxes.cursors.moved(found.owner, stream)
+                raise field_error(
+                    "from", "from must be now, -1, an offset, Unix milliseconds or an RFC 3339 timestamp"
+                )
+            hub.mailboxes.cursors.set(found.owner, stream, Cursor(entry, entry))
+            hub.mailboxes.cursors.mark_dirty(found.owner, stream)
 
     def _position(self, found: TopicSubscription) -> str | None:
         if not found.filter.is_plain:
             return None
         stream = topic_stream(found.filter.text)
-        cursor = self._hub.mailboxes.cursors.of(found.owner, stream)
+        cursor = self._hub.mailboxes.cursors.get(found.owner, stream)
         return None if cursor is None else self._hub.streams.offset(stream, cursor.committed)
 
-    def _entered(
+    def _join(
         self, session: Session, sender: str, found: TopicSubscription, now_ms: int
     ) -> TopicSubscription:
-        """What the session has of it: the subscription itself, or a part in its group."""
+        """Attaches the session to the subscription, or makes it a member of the group."""
         if not session.alive:
             return found
         if found.group is None:
@@ -332,42 +331,42 @@ class Topics:
         session.subscriptions[mine.id] = mine
         registered = self._hub.registry.find(sender, now_ms)
         own = registered is not None and registered.session is session
-        box = mailboxes.open_group(found.owner)
-        box.members.append(
+        queue = mailboxes.open_group(found.owner)
+        queue.members.append(
             GroupMember(mine, registered.options if registered is not None and own else DeliveryOptions())
         )
-        session.boxes[box.path] = None
-        self._flow(box, found, now_ms)
+        session.queues[queue.path] = None
+        self._start_feeds(queue, found, now_ms)
         return mine
 
     def _activate(self, session: Session, found: TopicSubscription, now_ms: int) -> None:
-        """The owner is here: its feeds flow."""
+        """The owner is online: pushes its feeds."""
         mailboxes = self._hub.mailboxes
         if found.session is not None and found.session is not session:
             found.session.subscriptions.pop(found.id, None)
         found.session = session
         session.subscriptions[found.id] = found
-        box = mailboxes.open(found.owner)
+        queue = mailboxes.open(found.owner)
         registered = self._hub.registry.find(found.owner, now_ms)
         if registered is not None and registered.session is session:
-            box.options = registered.options
-        mailboxes.take(box, session)
-        self._flow(box, found, now_ms)
+            queue.options = registered.options
+        mailboxes.assign_session(queue, session)
+        self._start_feeds(queue, found, now_ms)
 
-    def _flow(self, box: DeliveryQueue, found: TopicSubscription, now_ms: int) -> None:
-        for topic in [topic for topic in self.kept if found.filter.matches(topic)]:
-            self.feed(box, found, topic)
-        box.live = False
-        self._hub.mailboxes.pump(box, now_ms)
+    def _start_feeds(self, queue: DeliveryQueue, found: TopicSubscription, now_ms: int) -> None:
+        for topic in [topic for topic in self.stored_topics if found.filter.matches(topic)]:
+            self.feed(queue, found, topic)
+        queue.is_caught_up = False
+        self._hub.mailboxes.deliver_next(queue, now_ms)
 
-    def feed(self, box: DeliveryQueue, found: TopicSubscription, topic: str) -> None:
-        feed = self._hub.mailboxes.feed(box, topic_stream(topic), TOPIC)
+    def feed(self, queue: DeliveryQueue, found: TopicSubscription, topic: str) -> None:
+        feed = self._hub.mailboxes.feed(queue, topic_stream(topic), TOPIC)
         feed.topic, feed.subscription_id = topic, found.id
 
     # -- ending ----------------------------------------------------------------------------------------
 
     def unsubscribe(self, session: Session, request: HubRequest, now_ms: int) -> None:
-        """Touches only the one that is named; an unknown one is no error."""
+        """Ends the named subscription; an unknown one is not an error."""
         named = request.payload.text("subscriptionId") or request.payload.text("topic")
         if named is None:
             raise field_error("subscriptionId", "subscriptionId or topic is missing")
@@ -390,29 +389,29 @@ class Topics:
                 "subscriptionId": named if found is None else found.id,
                 "unsubscribedAt": now_ms,
             }
-            self._hub.reply(session, request, "hub:unsubscribed", payload, now_ms)
+            self._hub.send_reply(session, request, "hub:unsubscribed", payload, now_ms)
 
     def _end_group(self, found: TopicSubscription) -> None:
-        """A group ends when the last of its members says so; one that only lost its connection does not."""
+        """A group ends when its last member unsubscribes, not when it disconnects."""
         assert found.group is not None
         path = group_queue_path(found.group, found.filter.text)
-        box = self._hub.mailboxes.boxes.get(path)
+        queue = self._hub.mailboxes.queues.get(path)
         whole = self._durable.get(path, {}).get(found.filter.text)
-        if whole is not None and (box is None or not box.attended):
+        if whole is not None and (queue is None or not queue.has_session):
             self._forget(whole)
 
     def _forget(self, found: TopicSubscription) -> None:
         hub = self._hub
         self._durable.get(found.owner, {}).pop(found.key, None)
-        self.lasting.remove(found.filter, found)
+        self.durable.remove(found.filter, found)
         others = {stream for stream, _, _ in self.durable_of(found.owner)}
-        box = hub.mailboxes.boxes.get(found.owner)
-        for topic in [topic for topic in self.kept if found.filter.matches(topic)]:
+        queue = hub.mailboxes.queues.get(found.owner)
+        for topic in [topic for topic in self.stored_topics if found.filter.matches(topic)]:
             stream = topic_stream(topic)
             if stream not in others:
-                hub.mailboxes.cursors.forget(found.owner, stream)
-                if box is not None:
-                    box.feeds.pop(stream, None)
+                hub.mailboxes.cursors.delete(found.owner, stream)
+                if queue is not None:
+                    queue.feeds.pop(stream, None)
         hub.append(
             Append(
                 SUBSCRIPTIONS_STREAM, encode_subscription_event(found, ended=True), key=found.owner.encode()
@@ -420,7 +419,7 @@ class Topics:
         )
 
     def drop(self, found: TopicSubscription) -> None:
-        """It is not a session's any more."""
+        """Detaches a subscription from its session."""
         if found.durable:
             if found.group is not None:
                 self._hub.mailboxes.leave_group(found)
@@ -468,7 +467,7 @@ def _parse_start_ns(begin: object) -> int | None:
 
 
 class Publication:
-    """One message on its way to its subscribers."""
+    """One message that is being delivered to subscribers."""
 
     __slots__ = ("_copy", "_frame", "_hub", "_request", "_session", "_topic", "counts")
 
@@ -481,13 +480,13 @@ class Publication:
         self._topic = topic
         self._copy = copy
         self._frame: SharedEnvelope | None = None
-        self.counts = [0, 0]  # handed over, queued
+        self.counts = [0, 0]  # delivered, queued
 
-    def give(self, entry: int, now_ms: int) -> None:
-        """To durable subscribers through their feeds, to others directly; a session gets one copy."""
+    def deliver(self, entry: int, now_ms: int) -> None:
+        """Delivers to durable subscribers through their feeds, to others directly; one copy per session."""
         served: set[Session] = set()
         if entry:
-            self._give_durable(entry, served, now_ms)
+            self._deliver_durable(entry, served, now_ms)
         firsts: dict[Session, TopicSubscription] = {}
         several: dict[Session, list[TopicSubscription]] = {}
         shared: list[tuple[str, str]] = []
@@ -499,11 +498,11 @@ class Publication:
                 first = firsts.setdefault(session, found)
                 if first is not found:
                     several.setdefault(session, [first]).append(found)
-        self._give_directly(firsts, several, now_ms)
+        self._deliver_directly(firsts, several, now_ms)
         for key in shared:
-            self._give_group(key, now_ms)
+            self._deliver_to_group(key, now_ms)
 
-    def _give_directly(
+    def _deliver_directly(
         self,
         firsts: dict[Session, TopicSubscription],
         several: dict[Session, list[TopicSubscription]],
@@ -513,8 +512,8 @@ class Publication:
         is_open = policy.is_open(topic)
         recipients: list[Recipient] = []
         for session, first in firsts.items():
-            if not (is_open and session.actor.has("subscribe")):
-                if not policy.may_topic(session.actor, "subscribe", topic):
+            if not (is_open and session.principal.has("subscribe")):
+                if not policy.may_topic(session.principal, "subscribe", topic):
                     continue
             if session not in several:
                 recipients.append((session, first.owner))
@@ -531,94 +530,86 @@ class Publication:
     def _shared(self) -> SharedEnvelope:
         if self._frame is None:
             copy = self._copy
-            self._frame = encode_shared(
-                from_=copy.sender,
-                type=copy.type,
-                payload=copy.payload,
-                timestamp=copy.timestamp,
-                correlation_id=copy.correlation_id,
-                metadata=copy.metadata + b"}",
-                ttl=copy.ttl,
-            )
+            self._frame = copy.shared()
         return self._frame
 
     def _offer(self, session: Session, frame: bytes, to: str, now_ms: int) -> str:
         hub = self._hub
-        outcome = hub.flow.offer(session, frame, now_ms, self._session)
+        outcome = hub.flow_control.offer(session, frame, now_ms, self._session)
         if outcome == SENT:
             self.counts[0] += 1
         elif outcome == WAITING:
             self.counts[1] += 1
         elif outcome in (SLOW, FULL):
             copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=to)
-            hub.dead.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
+            hub.dead_letters.write("consumer_slow" if outcome == SLOW else "resume_buffer_full", copy, now_ms)
             if outcome == SLOW:
-                hub.flow.drop(session, len(frame), now_ms)
+                hub.flow_control.drop(session, len(frame), now_ms)
         return outcome
 
-    def _give_group(self, key: tuple[str, str], now_ms: int) -> None:
-        """Exactly one member gets it."""
+    def _deliver_to_group(self, key: tuple[str, str], now_ms: int) -> None:
+        """Delivers to exactly one member."""
         hub = self._hub
         group = hub.topics.groups.get(key)
         member = None if group is None else group.choose()
         if member is None or member.session is None:
-            hub.dead.write("no_member", self._copy, now_ms)
+            hub.dead_letters.write("no_member", self._copy, now_ms)
             return
         to = f"@({member.owner})"
         if not self._request.truth("expectReply"):
             self._offer(member.session, self._shared().frame(new_id(now_ms), to), to, now_ms)
             return
-        ask = self._ask(member.owner, now_ms)
-        ask.recipient_session = member.session
-        copy = msgspec.structs.replace(self._copy, id=ask.copy_id, to=to, pattern="ask")
-        if self._offer(member.session, copy.frame(ask.own), to, now_ms) in (SENT, WAITING):
-            hub.asks.begin(ask)
+        pending = self._pending_request(member.owner, now_ms)
+        pending.recipient_session = member.session
+        copy = msgspec.structs.replace(self._copy, id=pending.message_id, to=to, pattern="ask")
+        if self._offer(member.session, copy.frame(pending.reply_metadata), to, now_ms) in (SENT, WAITING):
+            hub.pending.begin(pending)
 
-    def _ask(self, recipient: str, now_ms: int) -> PendingRequest:
+    def _pending_request(self, recipient: str, now_ms: int) -> PendingRequest:
         request = self._request
         ttl_ms = request.envelope.ttl or self._hub.limits.hub_ask_ms
         return PendingRequest(
             request.id,
             self._session,
-            request.sender,
+            request.sender.path,
             recipient,
             now_ms + min(ttl_ms, REQUEST_TTL_MS_MAX),
             [],
             True,
             requests.trace_metadata(request),
-            copy_id=new_id(now_ms),
+            message_id=new_id(now_ms),
         )
 
-    def _ask_group(self, found: TopicSubscription, entry: int, now_ms: int) -> None:
-        """Whichever member is given the entry may answer it, also one that comes later."""
-        ask, stream = self._ask(found.owner, now_ms), topic_stream(self._topic)
-        self._hub.asks.begin(ask)
+    def _expect_group_reply(self, found: TopicSubscription, entry: int, now_ms: int) -> None:
+        """Any member that gets the entry may reply, also one that joins later."""
+        pending, stream = self._pending_request(found.owner, now_ms), topic_stream(self._topic)
+        self._hub.pending.begin(pending)
         offset = self._hub.streams.offset(stream, entry)
-        self._hub.asks.committed(ask, stream, entry, offset, online=False, now_ms=now_ms)
+        self._hub.pending.on_stored(pending, stream, entry, offset, online=False, now_ms=now_ms)
 
-    def _give_durable(self, entry: int, served: set[Session], now_ms: int) -> None:
+    def _deliver_durable(self, entry: int, served: set[Session], now_ms: int) -> None:
         hub, asks = self._hub, self._request.truth("expectReply") is True
-        for found in hub.topics.lasting.match(self._topic):
+        for found in hub.topics.durable.match(self._topic):
             if asks and found.group is not None:
                 asks = False
-                self._ask_group(found, entry, now_ms)
-            box = hub.mailboxes.boxes.get(found.owner)
-            there = box is not None and (
-                box.online
+                self._expect_group_reply(found, entry, now_ms)
+            queue = hub.mailboxes.queues.get(found.owner)
+            there = queue is not None and (
+                queue.online
                 if found.group is not None
-                else found.session is not None and box.session is found.session
+                else found.session is not None and queue.session is found.session
             )
-            if box is None or not there:
+            if queue is None or not there:
                 self.counts[1] += 1
                 continue
             if found.session is not None:
                 if found.session in served:
                     continue
                 served.add(found.session)
-            feed = hub.mailboxes.feed(box, topic_stream(self._topic), TOPIC)
+            feed = hub.mailboxes.feed(queue, topic_stream(self._topic), TOPIC)
             feed.topic, feed.subscription_id = self._topic, found.id
             copy = msgspec.structs.replace(self._copy, id=new_id(now_ms), to=f"@({found.owner})")
-            hub.mailboxes.arrived(box, feed, entry, copy, now_ms)
+            hub.mailboxes.on_appended(queue, feed, entry, copy, now_ms)
             self.counts[0 if feed.sent >= entry else 1] += 1
 
 
@@ -632,20 +623,20 @@ def publish(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
     problem = durable_topic_error(topic) if durable else None
     if problem is not None and request.payload.truth("durable") is True:
         raise field_error("topic", problem)
-    if not hub.policy.may_topic(session.actor, "publish", topic):
+    if not hub.policy.may_topic(session.principal, "publish", topic):
         raise hub.denied(session, "publish", "denied by policy", topic, now_ms)
     if request.truth("expectReply"):
-        hub.asks.check_room(session)
+        hub.pending.check_room(session)
     seen = check_duplicate(hub, session, request, now_ms)
     if seen is None:
         return
     own = b'"topic":%b,"publication":true,"via":%b' % (msgspec.json.encode(topic), hub.via)
-    keeps = durable and problem is None
-    if keeps:
+    stores = durable and problem is None
+    if stores:
         own += b',"hubSeq":%d' % hub.next_seq(now_ms)
     copy = OutgoingMessage(
         new_id(now_ms),
-        f"@({request.sender})",
+        request.sender,
         hub.options.address,
         kind,
         data,
@@ -655,9 +646,9 @@ def publish(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         ttl=request.envelope.ttl,
     )
     publication = Publication(hub, session, request, topic, copy)
-    if not keeps:
+    if not stores:
         hub.count("messages", "publish/ok")
-        publication.give(0, now_ms)
+        publication.deliver(0, now_ms)
         _send_published(hub, session, request, topic, publication, None, seen, now_ms)
         return
     stream = topic_stream(topic)
@@ -666,16 +657,16 @@ def publish(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
         if settled.error is not None:
             seen[0].forget(request.id)
             hub.count("messages", "publish/refused")
-            hub.refuse_request(session, request, to_hub_error(settled.error), now_ms)
+            hub.send_request_error(session, request, to_hub_error(settled.error), now_ms)
             return
         hub.count("messages", "publish/ok")
-        hub.topics.kept.add(topic)
-        hub.mailboxes.begun.setdefault(stream, settled.entry)
-        hub.trace.note("accepted", copy, now_ms, kind="publish", stream=stream, offset=settled.offset)
-        publication.give(settled.entry, now_ms)
+        hub.topics.stored_topics.add(topic)
+        hub.mailboxes.first_entries.setdefault(stream, settled.entry)
+        hub.trace.record("accepted", copy, now_ms, kind="publish", stream=stream, offset=settled.offset)
+        publication.deliver(settled.entry, now_ms)
         _send_published(hub, session, request, topic, publication, settled.offset, seen, now_ms)
 
-    hub.append(Append(stream, copy.frame(), then, key=copy.sender.encode()))
+    hub.append(Append(stream, copy.frame(), then, key=copy.sender.address.encode()))
 
 
 def _send_published(
@@ -695,7 +686,7 @@ def _send_published(
         "stream": None if offset is None else topic_stream(topic),
         "offset": offset,
     }
-    frame = hub.reply(session, request, "hub:published", payload, now_ms)
+    frame = hub.send_reply(session, request, "hub:published", payload, now_ms)
     for waiter in seen[0].answer(seen[1], frame):
         if waiter is not session and isinstance(waiter, Session):
-            hub.control(waiter, frame)
+            hub.send_control(waiter, frame)

@@ -1,4 +1,4 @@
-"""The causal graph: what was accepted, delivered, processed, answered or lost, as records of a stream."""
+"""Message trace: records of accepted, delivered, processed, replied and dead messages in `hub/trace`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _quoted: Final = msgspec.json.Encoder().encode
 
 
 class MessageTrace:
-    """Written in batches, off the path. `durable` is about stored messages, `all` about every one."""
+    """Records are written in batches. Mode `durable` covers stored messages, `all` every message."""
 
     def __init__(self, hub: Hub, mode: str) -> None:
         self._hub = hub
         self._mode = mode
         self._records: list[bytes] = []
 
-    def note(
+    def record(
         self,
         event: str,
         copy: OutgoingMessage,
@@ -39,13 +39,13 @@ class MessageTrace:
         offset: str | None = None,
         reason: str | None = None,
     ) -> None:
-        """One event of one copy."""
+        """Adds one event of one message."""
         if self._mode == "off" or (self._mode == "durable" and stream is None and event != "dead"):
             return
         metadata = requests.parse_metadata(copy)
         correlation = NULL if copy.correlation_id is None else _quoted(copy.correlation_id)
-        record = (
-            b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,"from":%b,"to":%b,'
+        encoded = (
+            b'{"ev":"%b","at":%d,"id":%b,"copy":"%b","parent":%b,"correlationId":%b,"traceId":%b,%b,"to":%b,'
             b'"kind":"%b","topic":%b,"type":%b,"bytes":%d,"sentAt":%d,"stream":%b,"offset":%b,"shard":"%b"'
             % (
                 event.encode(),
@@ -55,7 +55,7 @@ class MessageTrace:
                 correlation,
                 correlation,
                 metadata.get("traceId", NULL),
-                _quoted(copy.sender),
+                copy.sender.from_member,
                 _quoted(copy.to),
                 kind.encode(),
                 metadata.get("topic", NULL),
@@ -68,16 +68,16 @@ class MessageTrace:
             )
         )
         ending = b"}" if reason is None else b',"reason":%b}' % _quoted(reason)
-        self.add(record + ending)
+        self.add(encoded + ending)
 
     @property
     def is_on(self) -> bool:
-        """Whether what happens to stored messages is noted."""
+        """Whether stored messages are traced."""
         return self._mode != "off"
 
     def add(self, record: bytes) -> None:
         self._records.append(record)
-        self._hub.unwritten = True
+        self._hub.has_unflushed = True
         if len(self._records) >= BATCH_RECORDS:
             self.flush()
 
