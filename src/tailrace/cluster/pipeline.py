@@ -64,7 +64,7 @@ class LocalPipeline:
 
     def __init__(self, routes: PipelineRoutes) -> None:
         self._routes = routes
-        routes.plans.shows_places = True
+        routes.plans.includes_positions = True
 
     def answer(self, exchange: Exchange) -> None:
         path = PIPELINE_PREFIX + exchange.path[len(PART_PREFIX) :]

@@ -97,7 +97,7 @@ class WorkerServer(Server):
         self._gather = ScatterGather(self.peers, setup.settings.limits, directory.deployment)
         self._handover = HandoverSender()
         self._front = ProxyApp(
-            circle, self.context, self.app, super().front(), self._homes, self._gather, self._handover
+            circle, self.context, self.app, super().listener_app(), self._homes, self._gather, self._handover
         )
         if isinstance(self._subscriptions, ClusterSubscriptions):
             self._front.settle = self._subscriptions.settle
@@ -128,7 +128,7 @@ class WorkerServer(Server):
             self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry, others
         )
 
-    def front(self) -> App:
+    def listener_app(self) -> App:
         return self._front
 
     def metrics_app(self) -> App:

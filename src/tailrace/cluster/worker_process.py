@@ -64,7 +64,7 @@ async def run_worker(setup: WorkerSetup) -> None:
         if setup.restored is not None:
             startup.record_restore(setup.restored, server.telemetry)
         await server.start()
-        loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
         report(f"ready {server.url}")
         order = await orders.readline()
         if order == b"drain\n":

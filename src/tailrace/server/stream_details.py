@@ -306,7 +306,7 @@ class DetailsRoutes:
 
     def ended(self, wait: DetailsWait, stream: Stream) -> None:
         self._waits.discard(wait)
-        self._live.dismiss("long-poll", stream)
+        self._live.release("long-poll", stream)
 
     def end_waits(self) -> None:
         """Shutdown: whoever waits is answered as if the time were up."""

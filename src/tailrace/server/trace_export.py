@@ -190,7 +190,7 @@ class Tracing:
 
     def connect(self, sealing: SealingService, pipeline: PipelineState, webhooks: WebhookSender) -> None:
         sealing.runs.on_run = self.tracer.sealed
-        pipeline.on_beat = self.tracer.heard
+        pipeline.on_heartbeat = self.tracer.heard
         webhooks.trace = self.tracer.webhook
 
     def start(self) -> None:
