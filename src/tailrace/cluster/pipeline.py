@@ -68,7 +68,7 @@ class LocalPipeline:
 
     def answer(self, exchange: Exchange) -> None:
         path = PIPELINE_PREFIX + exchange.path[len(PART_PREFIX) :]
-        self._routes.answer(exchange, WORKER_IDENTITY, exchange.method, path)
+        self._routes.respond(exchange, WORKER_IDENTITY, exchange.method, path)
 
     def tell_demand(self, exchange: Exchange) -> None:
         exchange.respond(200, JSON, msgspec.json.encode(self._routes.state.demand()))
@@ -109,13 +109,13 @@ class ClusterPipeline:
         elif reads or (writes and path in (PLAN_PATH, PUBLISH_PATH)):
             self._later.spawn(exchange, self._pass_on(exchange, identity))
         else:
-            self._routes.answer(exchange, identity, method, path)
+            self._routes.respond(exchange, identity, method, path)
 
     async def _pass_on(self, exchange: Exchange, identity: Identity) -> None:
         """What is about one stream is its owner's."""
         owner = await self._homes.find(await self._name(exchange))
         if owner == self._own:
-            self._routes.answer(exchange, identity, exchange.method, exchange.path)
+            self._routes.respond(exchange, identity, exchange.method, exchange.path)
             return
         method = "POST" if exchange.method == b"POST" else "GET"
         target = (

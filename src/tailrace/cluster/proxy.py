@@ -207,7 +207,7 @@ class ProxyApp:
         identity = self._routes.identify(exchange)
         authorise(identity, Action.WRITE_STREAM, stream=name, source=source)
         owner = await self._homes.place_fork(name, source)
-        self._routes.rates.give_back(identity, exchange)
+        self._routes.rates.refund(identity, exchange)
         if owner == self._index:
             self._app.handle(exchange)
         else:

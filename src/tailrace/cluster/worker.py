@@ -168,7 +168,7 @@ class WorkerServer(Server):
         }
         self._inner = HttpServer(inner, peer_limits(self._setup.settings.limits))
         self._front.on_forget.append(self._inner.heads_known.clear)
-        self.app.rates.inside = self._inner
+        self.app.rates.peer_listener = self._inner
         await self._inner.start_unix(self._setup.socket(self.index))
 
     async def start(self) -> None:

@@ -212,7 +212,7 @@ class TailraceApp:
         begun = time.monotonic() if self._timing else 0.0
         identity = self._verifier.verify(exchange.headers.get(b"authorization"))
         if self.rates.any:
-            self.rates.take(identity, exchange)
+            self.rates.consume(identity, exchange)
         if self._timing:
             add_phase(exchange, "auth", time.monotonic() - begun)
         return identity
@@ -310,7 +310,7 @@ class TailraceApp:
         elif self.health.handles(path):
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.health.answer(exchange, path, self.identify)
+            self.health.respond(exchange, path, self.identify)
         elif path == description.OPENAPI_PATH:
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
@@ -320,9 +320,9 @@ class TailraceApp:
         elif path in SERVER_PATHS and self.server is not None:
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.server.answer(exchange, self.identify(exchange), path)
+            self.server.respond(exchange, self.identify(exchange), path)
         elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
-            self.pipeline.answer(exchange, self.identify(exchange), method, path)
+            self.pipeline.respond(exchange, self.identify(exchange), method, path)
         elif path == TRACES_PATH:
             self.otlp.traces(exchange, self.identify(exchange), method)
         elif self.watch is not None and self.watch.handles(path):

@@ -376,7 +376,7 @@ class PipelineRoutes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def answer(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
+    def respond(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
         authorise(identity, Action.PIPELINE)
         if path == PLAN_PATH:
             if method in (b"GET", b"HEAD"):

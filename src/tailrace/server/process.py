@@ -222,10 +222,10 @@ class Server:
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, memory_limit_bytes(limits))
-        self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
+        self._memory.evictors += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         search = self.app.search
-        self._memory.sheds += [search.tail.shed, search.records.shed, self._index_files.shelf.shed]
-        self._memory.ticks.append(partial(search.follow, self.app.guard.grown))
+        self._memory.evictors += [search.tail.shed, search.records.shed, self._index_files.shelf.shed]
+        self._memory.on_tick.append(partial(search.follow, self.app.guard.grown))
         node = self._inspected_parts(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details
