@@ -90,7 +90,7 @@ def writers(workers: int, connections: int, mixed: bool) -> list[dict[str, str |
     found: list[list[str]] = [[] for _ in range(workers)]
     for number in range(100 * STREAMS):
         name = f"bench-{number}"
-        found[Placement(workers).home(name)].append(name)
+        found[Placement(workers).owner(name)].append(name)
     names = [name for names in found for name in names[: STREAMS // workers]]
     each = connections // len(names)
     return [options | {"connections": each, "streams": 1, "path": f"/v1/stream/{name}"} for name in names]

@@ -148,7 +148,7 @@ def test_what_was_appended_before_a_line_that_is_not_json_is_told(
     count = len(_on(server, "read", name).out.splitlines())
     assert (done.code, 0 < count <= 100_000) == (2, True), done.err
     assert "entry 100001 is not JSON" in done.err
-    assert f"; {count:,} entries were appended before that: go on with entry {count + 1:,}" in done.err
+    assert f"; {count:,} entries were appended before that: continue with entry {count + 1:,}" in done.err
     again = _on(server, "append", name, *producer, "--json", stdin=lines)
     assert json.loads(again.err)["error"]["appended"] == count
 
@@ -163,7 +163,7 @@ def test_what_was_appended_before_a_refusal_is_told(server: ServerProcess, name:
     told = json.loads(done.err)["error"]
     assert (done.code, told["code"], 0 < count < 60_001) == (1, "invalid_request", True), told
     assert told["appended"] == count
-    assert f"go on with entry {count + 1:,}" in told["message"]
+    assert f"continue with entry {count + 1:,}" in told["message"]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_query_tells_that_there_is_more(server: ServerProcess) -> None:
     for number in range(3):
         _on(server, "docs", "put", f"default/climore/d{number}", "{}")
     some = _on(server, "docs", "query", "default/climore", "--limit", "2")
-    assert (len(some.rows), some.err) == (2, "more than these 2 match; --limit takes up to 1,000\n")
+    assert (len(some.rows), some.err) == (2, "more than 2 documents match; --limit can be up to 1,000\n")
     assert _on(server, "docs", "query", "default/climore", "--limit", "3").err == ""
 
 

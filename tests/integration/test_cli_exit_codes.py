@@ -137,7 +137,7 @@ def test_no_server_is_4(path: str, tmp_path: Path) -> None:
         (tmp_path / file).write_text("{}")
     done = tailrace(*path.split(), *ASKS_A_SERVER[path], env={"TAILRACE_URL": NOWHERE}, cwd=tmp_path)
     assert (done.code, done.out) == (2 if path == SHADOW else 4, ""), done.err
-    assert f"no server answers at http://{NOWHERE}" in done.err
+    assert f"no server responds at http://{NOWHERE}" in done.err
 
 
 @pytest.mark.parametrize("path", REFUSED)

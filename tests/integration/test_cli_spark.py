@@ -47,7 +47,7 @@ def test_without_a_server_nothing_is_started(words: tuple[str, ...], tmp_path: P
     nobody = f"http://127.0.0.1:{free_port()}"
     env = {"PATH": str(tmp_path), "JAVA_HOME": str(java(tmp_path, "21.0.1")), "TAILRACE_ENDPOINT": nobody}
     done = tailrace(*words, env=env)
-    said = f"tailrace: no server answers at {nobody}; start one with: tailrace serve (unreachable)\n"
+    said = f"tailrace: no server responds at {nobody}; start one with: tailrace serve (unreachable)\n"
     assert (done.code, done.out, done.err) == (4, "", said)
 
 

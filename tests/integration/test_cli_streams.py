@@ -68,8 +68,8 @@ def test_another_configuration_is_refused(server: ServerProcess, name: str) -> N
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--ttl", "soon"), "--ttl: 'soon' is not a time span such as 90s, 30m, 8h or 90d"),
-        (("--retention", "1y"), "--retention: '1y' is not a time span"),
+        (("--ttl", "soon"), "--ttl: 'soon' is not a duration such as 90s, 30m, 8h or 90d"),
+        (("--retention", "1y"), "--retention: '1y' is not a duration"),
         (("--retention-bytes", "much"), "--retention-bytes: 'much' is not a whole number (units: b, kb,"),
         (("--expires-at", "1h"), "--expires-at: '1h' is not an RFC 3339 time"),
         (("--ttl", "1h", "--expires-at", "2030-01-01T00:00:00Z"), "--ttl and --expires-at exclude"),

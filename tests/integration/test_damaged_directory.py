@@ -103,4 +103,4 @@ def test_verify_says_what_it_did_not_look_at(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     done = tailrace("verify", "--data-dir", str(tmp_path / "nowhere"), "--object-store", bucket)
     assert done.code == 0
-    assert "not checked: journal and hot store (there is no data directory" in done.out
+    assert "not checked: journal and hot store (data directory" in done.out

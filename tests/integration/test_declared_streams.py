@@ -96,7 +96,7 @@ DIFFERENT = [
     ('ttl = "30d"', 'ttl = "1d"', "different lifetime"),
     ('retention = "7d"', "", "different lifetime"),
     ('"text/plain"', '"text/markdown"', "different content type"),
-    ('profile = "evlog"', 'profile = "metrics"', "a profile already (evlog)"),
+    ('profile = "evlog"', 'profile = "metrics"', "another profile (evlog)"),
     ('routing_key = "/id"', 'routing_key = "/other"', "another routing key"),
     ('schema_file = "order.json"', 'schema = { type = "object" }', "tailrace schema evolve"),
 ]
@@ -124,8 +124,8 @@ def test_a_stream_that_differs_stops_the_start(server: ServerProcess, file: Path
         ("[streams.a]\ncontent-type = 'x/y'", "content-type"),
         ("[streams.a]\nttl = true", "ttl"),
         ("[stream.a]", "stream"),
-        ("x = '" + "y" * FILE_BYTES_MAX + "'", "larger than"),
-        ("\n".join(f"[streams.s{number}]" for number in range(STREAMS_MAX + 1)), "more than"),
+        ("x = '" + "y" * FILE_BYTES_MAX + "'", "must have at most"),
+        ("\n".join(f"[streams.s{number}]" for number in range(STREAMS_MAX + 1)), "at most"),
     ],
     ids=("toml", "key", "type", "table", "size", "count"),
 )

@@ -183,7 +183,13 @@ def test_a_large_export_is_stored_whole_and_in_order(http: Wire) -> None:
     ("media_type", "body", "headers", "status", "message"),
     [
         ("text/plain", b"x", {}, 415, "OTLP traces require application/x-protobuf or application/json"),
-        (JSON, b"{}", {"content_encoding": "br"}, 415, "OTLP traces may be sent as they are or with gzip"),
+        (
+            JSON,
+            b"{}",
+            {"content_encoding": "br"},
+            415,
+            "Content-Encoding of OTLP traces must be gzip or identity",
+        ),
         (JSON, b"{", {}, 400, "OTLP body is not valid JSON"),
         (JSON, b"[]", {}, 400, "OTLP body must be an object"),
         (JSON, b'{"resourceSpans":5}', {}, 400, "OTLP resourceSpans must be an array"),

@@ -155,7 +155,7 @@ def test_a_stream_without_families_starts_nothing(start_server: StartServer) -> 
     seal(call, "plain")
     assert plan(call, "plain")["work"] == []
     assert pipeline_of(call)["backlog"]["segments"] == 0
-    assert "the pipeline is starting" not in server.log
+    assert '"state":"starting"' not in server.log
 
 
 @pytest.mark.parametrize(

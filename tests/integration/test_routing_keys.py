@@ -101,7 +101,7 @@ def test_limits_that_are_none(http: Wire, limit: str) -> None:
     name = fresh("keys")
     http.put(name, JSON)
     answer = http.get(f"{name}/_routing_keys?limit={limit}")
-    assert (answer.status, answer.json["error"]["message"]) == (400, "invalid limit")
+    assert (answer.status, answer.json["error"]["message"]) == (400, "limit must be 1 to 500")
 
 
 def test_refusals(http: Wire) -> None:

@@ -53,7 +53,7 @@ def test_a_new_certificate_is_used_after_sighup(tmp_path: Path) -> None:
     # A certificate without its key cannot be used: the old one stays.
     shutil.copy(new_cert, cert)
     server.signal(signal.SIGHUP)
-    eventually(lambda: server.log, lambda log: "the old one stays in use" in log)
+    eventually(lambda: server.log, lambda log: "TLS certificate not reloaded, keeping the old one" in log)
     assert presented(server) == first
     shutil.copy(new_key, key)
     server.signal(signal.SIGHUP)
@@ -124,12 +124,12 @@ def test_who_cannot_use_the_certificate_is_told_so(tmp_path: Path, verb: tuple[s
     server = start(tmp_path, "--tls-self-signed")
     url = f"https://localhost:{server.port}"
     untrusted = tailrace(*verb, env={"TAILRACE_ENDPOINT": url})
-    assert (untrusted.code, "no server answers" in untrusted.err) == (4, False), untrusted.err
+    assert (untrusted.code, "no server responds" in untrusted.err) == (4, False), untrusted.err
     assert f"the certificate of {url} is not trusted" in untrusted.err
     assert "SSL_CERT_FILE" in untrusted.err
     nowhere = str(tmp_path / "missing.pem")
     missing = tailrace(*verb, env={"TAILRACE_ENDPOINT": url, "SSL_CERT_FILE": nowhere})
-    assert (missing.code, missing.err) == (2, f"tailrace: SSL_CERT_FILE names no file: {nowhere} (usage)\n")
+    assert (missing.code, missing.err) == (2, f"tailrace: SSL_CERT_FILE: file {nowhere} not found (usage)\n")
     server.stop()
 
 

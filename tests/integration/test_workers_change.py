@@ -176,7 +176,7 @@ def test_two_streams_of_one_name_are_not_made_one(tmp_path: Path, filled: Filled
         (name, index)
         for name in ("fork/a", "fork/b", "fork/c", "fork/d")
         for index, store in enumerate(stores)
-        if store.image_by_name(name) is not None and placement.home(name) != index
+        if store.image_by_name(name) is not None and placement.owner(name) != index
     )
     raw = stores[lives].image_by_name(fork)
     assert raw is not None
@@ -248,4 +248,4 @@ def test_a_server_that_is_stopped_while_its_workers_begin_leaves_at_once(tmp_pat
     server.signal(signal.SIGINT)
     assert server.wait_exit() == 0
     assert "took longer" not in server.log
-    assert "the supervisor is gone" not in server.log
+    assert "supervisor has exited" not in server.log

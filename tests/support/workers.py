@@ -16,7 +16,7 @@ MODULE = b"tailrace.cluster.worker_process"
 def names_of(worker: int, workers: int, prefix: str = "s") -> Iterator[str]:
     """Names that belong to one worker."""
     placement = Placement(workers)
-    return (name for number in count() if placement.home(name := f"{prefix}{number}") == worker)
+    return (name for number in count() if placement.owner(name := f"{prefix}{number}") == worker)
 
 
 def pid_of(server: ServerProcess, worker: int) -> int | None:

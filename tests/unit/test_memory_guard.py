@@ -46,26 +46,26 @@ def code(harness: LogHarness, size: int) -> str | None:
 def test_large_work_is_refused_first_and_then_everything(harness: LogHarness) -> None:
     process, shed = Process(), list[int]()
     guard = MemoryGuard(harness.log, harness.clock, harness.loop, LIMIT, process.read)
-    guard.sheds.append(lambda: shed.append(process.rss))
-    harness.call(guard.look)
+    guard.evictors.append(lambda: shed.append(process.rss))
+    harness.call(guard.poll)
     assert (guard.active, shed, code(harness, LARGE_CHANGE_BYTES + 1)) == (False, [], None)
     process.rss = LIMIT + MIB
-    harness.call(guard.look)
+    harness.call(guard.poll)
     assert (guard.active, len(shed)) == (True, 1)
     assert code(harness, LARGE_CHANGE_BYTES + 1) == "overloaded"
     assert code(harness, LARGE_CHANGE_BYTES) is None
     process.rss = int(1.2 * LIMIT)
-    harness.call(guard.look)
+    harness.call(guard.poll)
     assert code(harness, 1) == "overloaded"
     assert harness.delete("s").code is None
     process.rss = int(1.1 * LIMIT)
-    harness.call(guard.look)
+    harness.call(guard.poll)
     assert guard.refusing, "not let in again at once, to be sent away again"
     process.rss = int(0.95 * LIMIT)
-    harness.call(guard.look)
+    harness.call(guard.poll)
     assert (guard.active, guard.refusing, harness.log.shortage) == (True, False, None)
     process.rss = int(0.8 * LIMIT)
-    harness.call(guard.look)
+    harness.call(guard.poll)
     assert (guard.active, harness.log.pressure, guard.pressures) == (False, None, 1)
     assert guard.high_water["rss_bytes"].value == int(1.2 * LIMIT)
 
@@ -77,7 +77,7 @@ def test_recent_entries_leave_memory_early(harness: LogHarness) -> None:
         assert code(harness, 50_000) is None
     guard = MemoryGuard(harness.log, harness.clock, harness.loop, LIMIT, process.read)
     assert not harness.retired
-    harness.call(guard.look)
+    harness.call(guard.poll)
     harness.settle()
     assert harness.retired, "the journal has moved on, so that a checkpoint can follow"
 
@@ -86,7 +86,7 @@ def test_without_a_limit_nothing_is_refused(harness: LogHarness) -> None:
     process = Process()
     process.rss = 1 << 50
     guard = MemoryGuard(harness.log, harness.clock, harness.loop, 0, process.read)
-    harness.call(guard.look)
+    harness.call(guard.poll)
     assert (guard.active, code(harness, LARGE_CHANGE_BYTES + 1)) == (False, None)
 
 
@@ -103,9 +103,9 @@ def test_freed_memory_goes_back_even_without_a_limit(harness: LogHarness) -> Non
 
     def look(rss: int) -> int:
         process.rss = rss
-        harness.call(guard.look)
-        if guard.giving is not None:
-            harness.run(guard.giving)
+        harness.call(guard.poll)
+        if guard.trimming is not None:
+            harness.run(guard.trimming)
         return len(given)
 
     assert look(50 * MIB) == 0

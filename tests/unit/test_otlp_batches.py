@@ -49,4 +49,4 @@ def test_what_a_resource_says_counts_in_every_span(monkeypatch: pytest.MonkeyPat
     export, batches = export_of(20, "x" * 8000)
     assert 30_000 < sum(batch.size for batch in batches.all) <= 50_000
     assert sum(len(batch.lengths) for batch in batches.all) + export.rejected == 20
-    assert export.reason == "an export may take 50000 bytes once it is normalised"
+    assert export.reason == "the normalised export must have at most 50000 bytes"

@@ -88,7 +88,10 @@ def test_an_idle_node_writes_little() -> None:
 
 def test_timings_are_told_by_what_was_new() -> None:
     spent = [(5, 2.0)]
-    timings = [TimingSource("own", lambda: spent[-1], own=True), TimingSource("calls", lambda: spent[-1])]
+    timings = [
+        TimingSource("own", lambda: spent[-1], self_caused=True),
+        TimingSource("calls", lambda: spent[-1]),
+    ]
     timed = book(timings=timings)
     window = MetricInterval(0, FLUSH_MS)
     assert timed.records(window, {}, StreamTraffic()) == []

@@ -34,7 +34,9 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def exporter(collector: Collector) -> Iterator[SpanExporter]:
-    made = SpanExporter(collector.base_url, {"x-key": "k"}, {"service.name": "tailrace"}, "1", gather_s=0.05)
+    made = SpanExporter(
+        collector.base_url, {"x-key": "k"}, {"service.name": "tailrace"}, "1", batch_wait_s=0.05
+    )
     yield made
     made.close()
 

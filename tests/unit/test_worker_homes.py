@@ -83,14 +83,14 @@ def test_a_note_that_took_too_long_is_known_when_it_is_durable(
     async def main() -> None:
         async with log_in(tmp_path) as log, homes_of(log, tmp_path) as homes:
             moved: list[int] = []
-            homes.on_moved = lambda: moved.append(homes.noted(FORK))
+            homes.on_moved = lambda: moved.append(homes.location(FORK))
             with slow_disk(monkeypatch) as going_on:
                 with pytest.raises(TailraceError, match="outcome is unknown"):
                     await homes.place_fork(FORK, SOURCE)
                 # Nobody makes a stream of this name here, which the note would hide later.
                 assert homes.is_being_placed(FORK)
                 with pytest.raises(TailraceError, match="not decided yet"):
-                    await homes.placed(FORK)
+                    await homes.await_placement(FORK)
                 going_on.set()
                 await until(lambda: not homes.is_being_placed(FORK))
             assert moved == [1]
@@ -111,7 +111,7 @@ def test_a_note_that_could_not_be_written_is_none(tmp_path: Path, monkeypatch: p
                 with pytest.raises(TailraceError, match="cannot be written"):
                     await homes.place_fork(FORK, SOURCE)
             assert not homes.is_being_placed(FORK)
-            assert homes.noted(FORK) == 0
+            assert homes.location(FORK) == 0
 
     on_loop(main)
 
@@ -123,7 +123,7 @@ def test_a_stream_that_is_here_is_here_whatever_is_noted(tmp_path: Path) -> None
             log.create(CreateRequest(FORK, "text/plain"), ignore_reply, None)
             await log.committer.drain()
         async with log_in(tmp_path) as log, homes_of(log, tmp_path) as homes:
-            assert homes.noted(FORK) == 0
+            assert homes.location(FORK) == 0
             assert not homes.is_elsewhere(FORK)
             assert homes.is_elsewhere(SOURCE)
 

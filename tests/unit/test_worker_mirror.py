@@ -79,9 +79,9 @@ class Room:
         assert self._server is not None
         await self._server.close()
 
-    async def want(self, *patterns: str) -> None:
+    async def subscribe(self, *patterns: str) -> None:
         self.wanted = ([*self.wanted[0], *patterns], [])
-        await self.mirrors.want(patterns, [])
+        await self.mirrors.subscribe(patterns, [])
 
     async def create(self, name: str, entries: int = 0) -> None:
         initial = AppendRequest(b"x", "text/plain") if entries else None
@@ -118,7 +118,7 @@ def test_what_there_is_comes_first_and_then_every_change() -> None:
             for number in range(1200):
                 await here.create(f"a/{number}", entries=number % 2)
             await here.create("b/0")
-            await here.want("a/*")
+            await here.subscribe("a/*")
             assert len(list(here.mirrors.scan(""))) == 1200
             assert here.mirrors.tail("b/0") is None
             before = here.mirrors.tail("a/1")
@@ -126,7 +126,7 @@ def test_what_there_is_comes_first_and_then_every_change() -> None:
             await here.create("a/new")
             await here.create("b/new")
             await here.remove("a/2")
-            await here.mirrors.settle()
+            await here.mirrors.synchronise()
             assert here.heard == [("moved", "a/1"), ("created", "a/new"), ("gone", "a/2")]
             assert here.mirrors.tail("a/1") != before
             assert here.mirrors.tail("a/2") is None
@@ -141,7 +141,7 @@ def test_what_happened_while_nobody_listened_is_found() -> None:
             await here.open()
             for name in ("a/stays", "a/moves", "a/goes"):
                 await here.create(name)
-            await here.want("a/*")
+            await here.subscribe("a/*")
             await here.shut()
             here.feed.end()
             await here.append("a/moves")
@@ -193,10 +193,10 @@ def test_only_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyP
                 told.set_result(True)
 
         monkeypatch.setattr(asyncio, "wait", wait)
-        assert await one._heard_to(told)
+        assert await one._await_mark(told)
         told, lines = loop.create_future(), 3
         silent: asyncio.Future[bool] = loop.create_future()
-        assert not await one._heard_to(silent)
+        assert not await one._await_mark(silent)
 
     on_loop(main)
 
@@ -209,13 +209,13 @@ def test_whoever_asks_before_a_worker_is_there_waits_for_it() -> None:
     async def main() -> None:
         async with room() as here:
             await here.create("a/1")
-            asking = asyncio.create_task(here.want("a/*"))
+            asking = asyncio.create_task(here.subscribe("a/*"))
             await asyncio.sleep(0)
             await here.open()
             await asking
             assert here.mirrors.tail("a/1") is not None
             await here.shut()
             with pytest.raises(TailraceError):
-                await here.mirrors._mirrors[0].mark()
+                await here.mirrors._peer_tails[0].mark()
 
     on_loop(main)

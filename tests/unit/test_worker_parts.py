@@ -25,7 +25,7 @@ from tailrace.server.rate_limits import SLOTS, SharedTokenBuckets
 def test_h42_a_name_has_one_home_and_moves_only_to_a_worker_that_is_new(
     name: str, count: int, more: int
 ) -> None:
-    home, later = Placement(count).home(name), Placement(count + more).home(name)
+    home, later = Placement(count).owner(name), Placement(count + more).owner(name)
     assert 0 <= home < count
     assert later == home or later >= count
 
@@ -47,7 +47,7 @@ def test_a_directory_in_use_keeps_its_number_where_none_is_given(tmp_path: Path)
 
 def test_names_are_spread_evenly() -> None:
     placement = Placement(4)
-    homes = [placement.home(f"stream/{number}") for number in range(4000)]
+    homes = [placement.owner(f"stream/{number}") for number in range(4000)]
     assert all(800 < homes.count(worker) < 1200 for worker in range(4))
 
 
@@ -60,9 +60,9 @@ def test_what_the_server_keeps_for_itself_is_on_the_first_worker() -> None:
         "hub/mailbox/a",
         "__registry__/7",
     ):
-        assert placement.home(name) == 0
+        assert placement.owner(name) == 0
     for worker in range(1, 4):
-        assert placement.home("__registry__" + system_stream_suffix(worker)) == worker
+        assert placement.owner("__registry__" + system_stream_suffix(worker)) == worker
 
 
 def test_the_stream_of_a_path() -> None:

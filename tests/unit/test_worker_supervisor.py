@@ -75,13 +75,13 @@ def test_a_worker_that_cannot_be_started_is_tried_again(
         life = asyncio.create_task(worker.run())
         await worker.ready.wait()
         processes.failures = 2
-        worker.tell(b"die\n")
+        worker.send_command(b"die\n")
         await until(lambda: processes.asked == 4 and worker.process is not None)
         assert not life.done()
         of_all.stopping.set()
         worker.drain()
         await worker.drained.wait()
-        worker.tell(b"stop\n")
+        worker.send_command(b"stop\n")
         await life
         assert not worker.failed
 
@@ -117,7 +117,7 @@ def test_a_worker_that_is_just_being_started_is_told_to_stop(
         worker.drain()
         processes.may_begin.set()
         await worker.drained.wait()
-        worker.tell(b"stop\n")
+        worker.send_command(b"stop\n")
         await life
 
     asyncio.run(main())

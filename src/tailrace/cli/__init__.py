@@ -11,21 +11,21 @@ from tailrace.common import process
 
 
 def main() -> None:
-    """Run the command line of this process and end it."""
+    """Run the command line of this process and exit."""
     process.run_and_exit(partial(command, sys.argv[1:]))
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run a command line. Gives its exit code."""
+    """Run a command line and return its exit code."""
     from tailrace.cli.app import build
 
     arguments = list(argv)
     try:
         # Usage errors are printed like every other failure, as JSON where that was requested.
         code = build(arguments)(expand_flags(arguments), print_error=False, exit_on_error=False)
-        sys.stdout.flush()  # output that is lost is a failure, and is told while it can be
+        sys.stdout.flush()  # lost output is a failure, reported while it still can be
     except SystemExit as leaving:
-        # The printer of tables and help ends the program when the reader of its output has left.
+        # rich exits when the reader of its output has closed the pipe.
         if not isinstance(leaving.__context__, BrokenPipeError):
             raise
         code = OK
@@ -35,7 +35,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def expand_flags(arguments: Sequence[str]) -> list[str]:
-    """`--auto-tune` may stand without its value, which no other flag may."""
+    """`--auto-tune` may be given without a value, unlike all other flags."""
     following = [*arguments[1:], ""]
     return [
         f"{word}=yes" if word == "--auto-tune" and not after.isdigit() else word

@@ -1,9 +1,4 @@
-"""``tailrace aggregate``: what a rollup of a stream measures, over time and by group, as a table.
-
-The table of `tailrace aggregate`: as wide as the terminal, and nothing is left out but the bar.
-
-``tailrace aggregate``: what a rollup of a stream measures, over time and by group.
-"""
+"""``tailrace aggregate``: the measures of a rollup over time and by group, as a table."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
 GAP_CELLS: Final = 2
 BAR_CELLS: Final = 24
 BAR_CELLS_MIN: Final = 8
-KEY_CELLS_MIN: Final = 8  # of a group's name; the rest is on the next line
+KEY_CELLS_MIN: Final = 8  # of a group's name; the rest is wrapped
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _SUMMARY: Final = ("count", "avg", "p50", "p95", "p99", "max")
 
@@ -52,7 +47,7 @@ class Column(NamedTuple):
 
 
 def print_aggregate(rows: Sequence[Row], measures: Sequence[str]) -> None:
-    """Rows are the start of a window and a group in it."""
+    """Print one row for each window and group."""
     from rich.console import Console
 
     console = Console()
@@ -63,11 +58,11 @@ def print_aggregate(rows: Sequence[Row], measures: Sequence[str]) -> None:
 
 
 def layout_tables(rows: Sequence[Row], measures: Sequence[str], width: int) -> list[Table]:
-    """One table, or as many as the measures need."""
+    """One table, or several if the measures do not fit."""
     keys = [_key_column(rows, key) for key in rows[0][1]["key"]]
     measured = [_measure_columns(rows, name) for name in measures]
     whole = _format_starts([start for start, _ in rows], short=False)
-    # Where it gets narrow, times lose what they have in common.
+    # On a narrow terminal times are shortened by their common suffix.
     fits = _width([whole, *keys, *(column for columns in measured for column in columns)]) <= width
     starts = whole if fits else _format_starts([start for start, _ in rows], short=True)
     counts = [group["measures"][measures[0]]["count"] for _, group in rows] if measures else [0] * len(rows)
@@ -80,7 +75,7 @@ def layout_tables(rows: Sequence[Row], measures: Sequence[str], width: int) -> l
 def _split_columns(
     starts: Column, keys: list[Column], measured: list[list[Column]], width: int
 ) -> list[list[Column]]:
-    """The columns of each table. Measures stay together, and then their parts, as long as there is room."""
+    """The columns of each table; a measure is split over tables only if it does not fit into one."""
     narrow = [starts, *(Column("", ["x" * min(key.width, KEY_CELLS_MIN)]) for key in keys)]
     found: list[list[Column]] = [[]]
     for columns in measured:
@@ -123,7 +118,7 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def _format_starts(starts: Sequence[str], *, short: bool) -> Column:
-    """Each window is named once."""
+    """The start of each window, shown once."""
     if short:
         common = ":00.000Z" if all(start.endswith(":00.000Z") for start in starts) else ".000Z"
         starts = [start.removesuffix(common).replace("T", " ") for start in starts]
@@ -157,16 +152,16 @@ def _format_number(value: float | None) -> str:
 
 
 def draw_bar(value: int, largest: int, cells: int = BAR_CELLS) -> str:
-    """A bar in eighths of a cell; the largest value has the longest."""
+    """A bar in eighths of a cell, relative to the largest value."""
     if value <= 0 or largest <= 0:
         return ""
     eighths = max(1, value * cells * 8 // largest)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-_HELP: Final = """Add up a rollup of a stream: counts, sums and percentiles, by spans of time and by group.
+_HELP: Final = """Aggregate a rollup of a stream: counts, sums and percentiles, by time interval and by group.
 
-Without a start it shows the last hour. Bars show the first measure; rows without a bar had none of it.
+Without a start it shows the last hour. Bars show the first measure.
 
 For example:
 
@@ -184,22 +179,24 @@ command = App(name="aggregate", help=_HELP, help_format="markdown")
 @command.default
 def aggregate(
     stream: Annotated[str, Parameter(help="The stream.")],
-    rollup: Annotated[str, Parameter(help="The rollup, as the stream's schema names it.")],
+    rollup: Annotated[str, Parameter(help="The name of the rollup in the stream's schema.")],
     /,
     *,
-    interval: Annotated[str, Parameter(help="The span of a window; the rollup's first if left out.")] = "",
+    interval: Annotated[
+        str, Parameter(help="The length of a window; by default the first interval of the rollup.")
+    ] = "",
     start: Annotated[
         str,
-        Parameter(name="--from", help="RFC 3339, Unix nanoseconds, or a time span back from now; else 1h."),
+        Parameter(name="--from", help="RFC 3339, Unix nanoseconds, or a duration before now; 1h by default."),
     ] = "",
-    end: Annotated[str, Parameter(name="--to", help="Likewise, and not included; now if left out.")] = "",
+    end: Annotated[str, Parameter(name="--to", help="Likewise, exclusive; now by default.")] = "",
     query: Annotated[str, Parameter(help="Only records that match.")] = "",
     by: Annotated[
-        list[str] | None, Parameter(negative="", help="A dimension to group by; may be given repeatedly.")
+        list[str] | None, Parameter(negative="", help="A dimension to group by; may be repeated.")
     ] = None,
     measure: Annotated[
         list[str] | None,
-        Parameter(negative="", help="A measure to show, all if left out; may be given repeatedly."),
+        Parameter(negative="", help="A measure to show; all by default; may be repeated."),
     ] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
@@ -243,7 +240,7 @@ def _show(found: dict[str, Any], measure: list[str] | None) -> None:
 
 
 def _print_coverage(found: dict[str, Any]) -> None:
-    """What is no part of the table: on the error output, out of a pipe's way."""
+    """Print the summary to standard error, so that a pipe only gets the table."""
     groups = sum(len(bucket["groups"]) for bucket in found["buckets"])
     line = f"{groups:,} groups in {len(found['buckets']):,} windows, {found['from']} to {found['to']}"
     sys.stderr.write(line + "\n")

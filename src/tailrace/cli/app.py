@@ -1,4 +1,4 @@
-"""The tree of commands. Commands are named by import path, so that ``--help`` loads none of them."""
+"""The tree of commands, named by import path so that ``--help`` loads none of them."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ Start a server with `tailrace serve`, then in another terminal:
 
     tailrace tail orders --from-start
 
-Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 partial answer, 4 no server answers, 130 Ctrl-C.
+Exit codes: 0 done, 1 refused or not found, 2 wrong usage, 3 partial result, 4 server unreachable, 130 Ctrl-C.
 
 `tailrace completion bash` (or zsh, fish) prints a script that completes commands and flags.
 """
 
 _COMMANDS: Final = (
     ("serve", "Start a server.", _SERVER),
-    ("edge", "Hold the clients of a server.", _SERVER),
+    ("edge", "Start an edge, which serves the clients of a server.", _SERVER),
     ("create", "Create a stream.", _STREAMS),
     ("append", "Append entries to a stream.", _STREAMS),
     ("read", "Read a stream up to its tail.", _STREAMS),
     ("tail", "Follow a stream live.", _STREAMS),
     ("ls", "List streams.", _STREAMS),
-    ("fork", "Begin a stream with the entries of another.", _STREAMS),
-    ("close", "Close a stream, so that nothing can be appended any more.", _STREAMS),
+    ("fork", "Create a stream with the entries of another.", _STREAMS),
+    ("close", "Close a stream for appends.", _STREAMS),
     ("rm", "Delete streams.", _STREAMS),
-    ("search", "Find records of a stream.", _STREAMS),
-    ("aggregate", "Add up records of a stream, over time and by group.", _STREAMS),
-    ("sql", "Ask streams questions in SQL, with Spark.", _STREAMS),
-    ("profile", "Show and change what the records of a stream mean.", _STREAMS),
-    ("details", "Show what the server knows about a stream, or about itself.", _STREAMS),
-    ("schema", "Show and change what the records of a stream look like.", _STREAMS),
+    ("search", "Search the records of a stream.", _STREAMS),
+    ("aggregate", "Aggregate records of a stream over time and by group.", _STREAMS),
+    ("sql", "Query streams in SQL, with Spark.", _STREAMS),
+    ("profile", "Show and change the profile of a stream.", _STREAMS),
+    ("details", "Show details of a stream or of the server.", _STREAMS),
+    ("schema", "Show and change the schema of a stream.", _STREAMS),
     ("docs", "Read, write and query documents.", _STREAMS),
-    ("watch", "Watch a query: what matches, and every change of it.", _STREAMS),
-    ("hub", "Talk to actors, and look after their messages.", _STREAMS),
-    ("source", "Follow databases outside, so that their tables become collections.", _STREAMS),
+    ("watch", "Watch a live query: its result and every change.", _STREAMS),
+    ("hub", "Send messages to actors, and manage mailboxes and dead letters.", _STREAMS),
+    ("source", "Replicate tables of external databases into collections.", _STREAMS),
     ("seal", "Move streams to the object store now.", _MAINTENANCE),
-    ("pipeline", "Look after the pipeline that builds indexes, or run one.", _MAINTENANCE),
-    ("inspect", "Print what the files of a data directory hold.", _MAINTENANCE),
-    ("verify", "Check that a data directory and its object store are as they were recorded.", _MAINTENANCE),
-    ("salvage", "Copy what can be read of a damaged data directory into a new one.", _MAINTENANCE),
-    ("gc", "Delete what no manifest in the object store names any more.", _MAINTENANCE),
+    ("pipeline", "Manage the pipeline that builds index files, or run one.", _MAINTENANCE),
+    ("inspect", "Print the contents of data directory and object store files.", _MAINTENANCE),
+    ("verify", "Verify a data directory and its object store.", _MAINTENANCE),
+    ("salvage", "Copy the readable data of a damaged data directory into a new one.", _MAINTENANCE),
+    ("gc", "Delete unreferenced objects of the object store.", _MAINTENANCE),
     ("doctor", "Check that this machine can run a server well.", _MAINTENANCE),
     ("token", "Create, inspect and revoke access tokens.", _MAINTENANCE),
     ("key", "Create, list and revoke API keys.", _MAINTENANCE),
@@ -66,7 +66,7 @@ VERBS: Final = tuple(verb for verb, _summary, _group in _COMMANDS)
 
 
 def build(arguments: Sequence[str]) -> App:
-    """The command line as one object; only the verb that `arguments` ask for is imported."""
+    """Build the command line; only the verb in `arguments` is imported."""
     app = App(
         name="tailrace", help=_HELP, version=__version__, result_action="return_value", help_format="markdown"
     )

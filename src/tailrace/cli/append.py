@@ -25,8 +25,8 @@ _HELP: Final = """Append entries to a stream, and return when they are on disk.
 
 Entries come from the arguments, or from standard input when there are none. On a JSON stream every argument
 and every input line is one message. On any other stream every argument is one entry, and so is every line
-with `--lines`; without it the input is appended as it is, in pieces of up to 1 MiB. Where an entry is
-refused, the message says how many were appended before.
+with `--lines`; without it the input is appended unchanged, in pieces of up to 1 MiB. If an entry is
+refused, the message says how many were appended before it.
 
 For example:
 
@@ -44,17 +44,18 @@ command = App(name="append", help=_HELP, help_format="markdown")
 def append(
     name: Annotated[str, Parameter(help="The stream, for example orders or logs/app.")],
     /,
-    *data: Annotated[str, Parameter(help="Entries; none means standard input.")],
+    *data: Annotated[str, Parameter(help="Entries; standard input by default.")],
     create: Annotated[bool, Parameter(negative="", help="Create the stream if it does not exist.")] = False,
     content_type: Annotated[
-        str, Parameter(help="Type of the stream to create, or of one that the token may only write to.")
+        str, Parameter(help="Content type of a new stream, or of one that the token cannot read.")
     ] = "application/json",
     key: Annotated[str | None, Parameter(help="Routing key of the entries.")] = None,
     lines: Annotated[bool, Parameter(negative="", help="Every input line is an entry.")] = False,
     producer: Annotated[
-        str | None, Parameter(help="Producer id: what is sent again after a failure takes effect once.")
+        str | None,
+        Parameter(help="Producer id, for exactly-once appends when a request is repeated after a failure."),
     ] = None,
-    close: Annotated[bool, Parameter(negative="", help="Close the stream afterwards, for good.")] = False,
+    close: Annotated[bool, Parameter(negative="", help="Close the stream afterwards.")] = False,
     session: Session = DEFAULT_SESSION,
 ) -> None:
     for flag, value in (("--key", key), ("--producer", producer), ("--content-type", content_type)):
@@ -68,7 +69,7 @@ def append(
         if close:
             next_offset = stream.close().next_offset
     if count == 0 and not close:
-        raise RefusedError("there was nothing to append")
+        raise RefusedError("no entries to append")
     if session.json:
         print_json({"stream": name, "entries": count, "next_offset": next_offset, "closed": close})
     else:
@@ -78,7 +79,7 @@ def append(
 
 
 def _check(flag: str, value: str | None) -> None:
-    """A variable that was never set must not pass for a flag that was not given."""
+    """An unset shell variable must not look like an absent flag."""
     from tailrace.client import wire
 
     try:
@@ -88,7 +89,7 @@ def _check(flag: str, value: str | None) -> None:
 
 
 def _open(client: Client, name: str, content_type: str, *, create: bool) -> Stream:
-    """A handle that knows its content type: it decides how the input is cut."""
+    """A handle with its content type, which decides how the input is split."""
     from tailrace.client import ClientError
 
     named = client.stream(name, content_type=content_type)
@@ -98,10 +99,10 @@ def _open(client: Client, name: str, content_type: str, *, create: bool) -> Stre
         if error.code not in ("not_found", "forbidden"):
             raise
         if error.code == "not_found" and not create:
-            raise RefusedError(f"there is no stream {name!r}; pass --create to make it") from None
+            raise RefusedError(f"stream {name!r} not found; pass --create to create it") from None
     try:
-        # A token that only writes may not ask what there is: the type is the one that was named, and if that
-        # is wrong the append is refused.
+        # A write-only token cannot read the content type: use the given one, and if it is wrong the append
+        # is refused.
         return client.stream(name, content_type=named.create().content_type) if create else named
     except ClientError as error:
         if error.code != "stream_exists":
@@ -114,7 +115,7 @@ def _is_json(content_type: str | None) -> bool:
 
 
 class _Cut:
-    """How input becomes entries. A batch is what was there to be read, so a slow pipe is not kept waiting."""
+    """Splits input into entries. A batch is what one read returned, so slow input is appended at once."""
 
     def __init__(self, *, json: bool, lines: bool) -> None:
         self.json = json
@@ -129,7 +130,7 @@ class _Cut:
             *complete, rest = (rest + piece).split(b"\n")
             if len(rest) > _LINE_BYTES_MAX:
                 raise UsageError(f"a line of the input is longer than {_LINE_BYTES_MAX:,} bytes")
-            # On a text stream the line keeps its end, so that reading gives back what was written.
+            # On a text stream the line end is part of the entry, so that reading returns what was written.
             yield (
                 [line for line in complete if line.strip()]
                 if self.json
@@ -141,7 +142,7 @@ class _Cut:
     def checked(
         self, batches: Iterable[list[bytes]], advance: Callable[[list[bytes]], None]
     ) -> Iterator[list[bytes]]:
-        """The batches, looked at before they are sent: the server could not name the line."""
+        """The batches, checked before they are sent, as the server could not name the line."""
         count = 0
         for batch in batches:
             for entry in batch if self.json else ():
@@ -156,7 +157,7 @@ class _Cut:
 @contextmanager
 def _progress(name: str, *, shown: bool) -> Generator[Callable[[list[bytes]], None]]:
     """A bar on the terminal, with a percentage if the input is a file. Call the result after each batch."""
-    # Lines that are being typed would be drawn over.
+    # The bar would overwrite lines being typed.
     if not shown or not sys.stderr.isatty() or sys.stdin.isatty():
         yield lambda _batch: None
         return
@@ -178,7 +179,7 @@ def _progress(name: str, *, shown: bool) -> Generator[Callable[[list[bytes]], No
 
 
 def _bytes_left(descriptor: int) -> int | None:
-    """Of a file, what there is to read; of a pipe that is not known."""
+    """The rest of a file; None for a pipe."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         return None
@@ -186,7 +187,7 @@ def _bytes_left(descriptor: int) -> int | None:
 
 
 def _fault_of(entry: bytes) -> str | None:
-    """Why this is not JSON, if it is not."""
+    """The error if this is not JSON."""
     import json
 
     import msgspec
@@ -195,7 +196,7 @@ def _fault_of(entry: bytes) -> str | None:
         msgspec.json.decode(entry, type=msgspec.Raw)
     except msgspec.DecodeError as error:
         try:
-            # Lone surrogates are no reason: the server takes them.
+            # The server accepts lone surrogates.
             json.loads(entry, parse_constant=_no_number)
         except ValueError:
             return str(error)
@@ -209,7 +210,7 @@ def _no_number(name: str) -> None:
 def _send(
     stream: Stream, batches: Iterable[list[bytes]], key: str | None, producer: str | None
 ) -> tuple[int, str | None]:
-    """Append batch after batch; how many entries that were, and the offset after the last."""
+    """Append all batches; returns the number of entries and the next offset."""
     if producer is not None:
         return _produce(stream, itertools.chain.from_iterable(batches), key, producer)
     from tailrace.client import ClientError
@@ -241,7 +242,7 @@ def _produce(
                 last = writer.append(_one_message(entry, stream), key=key)
                 count += 1
     except UsageError as error:
-        # What was queued went out before we came here, unless the producer failed as well.
+        # Queued entries have been sent by now, unless the producer failed as well.
         if last is not None and last.exception() is not None:
             raise
         raise UsageError(f"{error}{_after(count)}", appended=count) from None
@@ -249,11 +250,11 @@ def _produce(
 
 
 def _after(count: int) -> str:
-    """Where to go on: whoever mends the input and sends all of it again would have the beginning twice."""
+    """Where to continue: sending the corrected input from the start would duplicate its beginning."""
     if not count:
         return ""
     were = "entry was" if count == 1 else "entries were"
-    return f"; {count:,} {were} appended before that: go on with entry {count + 1:,}"
+    return f"; {count:,} {were} appended before that: continue with entry {count + 1:,}"
 
 
 def _one_message(entry: bytes, stream: Stream) -> bytes:

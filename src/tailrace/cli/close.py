@@ -1,4 +1,4 @@
-"""``tailrace close``: nothing can be appended to a stream any more."""
+"""``tailrace close``: close a stream for appends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from cyclopts import App, Parameter
 
 from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
-_HELP: Final = """Close a stream for good: it can be read, but nothing can be appended to it any more.
+_HELP: Final = """Close a stream permanently: it can be read, but not appended to.
 
-Readers that follow it get to its end and stop. Closing it again changes nothing.
+Live readers stop at its end. Closing it again has no effect.
 
 For example:
 

@@ -42,7 +42,7 @@ def completion(
 
     script = build([]).generate_completion(prog_name="tailrace", shell=shell)
     if shell == "zsh":
-        # Under this name the file works as `_tailrace` on the fpath; the rest makes `source` work, too.
+        # The file works as `_tailrace` on the fpath; the rest makes `source` work as well.
         script = script.replace("_cyclopts_tailrace", "_tailrace") + _ZSH_CALL
     write_output(script.encode())
     flush_output()

@@ -1,4 +1,4 @@
-"""``tailrace create``: a new stream, with its type, its bounds and its profile."""
+"""``tailrace create``: create a stream with its type, retention and profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, post_
 if TYPE_CHECKING:
     from tailrace.client.wire import Lifetime
 
-_HELP: Final = """Create a stream. One that exists with the same configuration is left as it is.
+_HELP: Final = """Create a stream. A stream that exists with the same configuration is not changed.
 
 For example:
 
@@ -25,21 +25,21 @@ For example:
 
     tailrace create requests --profile evlog
 
-Time spans are written as 90s, 15m, 8h or 7d, sizes as 64MiB or 10GiB.
+Durations are written as 90s, 15m, 8h or 7d, sizes as 64MiB or 10GiB.
 """
-_BOUNDS: Final = Group("How long it is kept", sort_key=2)
+_BOUNDS: Final = Group("Retention", sort_key=2)
 
 Ttl = Annotated[
     str | None,
-    Parameter(group=_BOUNDS, help="Delete the stream when it was neither read nor written for so long."),
+    Parameter(group=_BOUNDS, help="Delete the stream if it is neither read nor written for this long."),
 ]
 ExpiresAt = Annotated[
     str | None, Parameter(group=_BOUNDS, help="Delete the stream at this time (RFC 3339); not with --ttl.")
 ]
-Retention = Annotated[str | None, Parameter(group=_BOUNDS, help="Delete entries that are older than this.")]
+Retention = Annotated[str | None, Parameter(group=_BOUNDS, help="Delete entries older than this.")]
 RetentionBytes = Annotated[
     str | None,
-    Parameter(group=_BOUNDS, help="Delete the oldest entries beyond this much payload, such as 10GiB."),
+    Parameter(group=_BOUNDS, help="Delete the oldest entries above this payload size, such as 10GiB."),
 ]
 
 command = App(name="create", help=_HELP, help_format="markdown")
@@ -55,7 +55,7 @@ def create(
     ] = "application/json",
     profile: Annotated[
         Literal["generic", "evlog", "metrics", "otel-traces", "state-protocol"] | None,
-        Parameter(help="What its records mean; see tailrace profile."),
+        Parameter(help="The profile; see tailrace profile."),
     ] = None,
     ttl: Ttl = None,
     expires_at: ExpiresAt = None,
@@ -79,9 +79,9 @@ def create(
 def lifetime_options(
     ttl: str | None, expires_at: str | None, retention: str | None, retention_bytes: str | None
 ) -> Lifetime:
-    """How long a stream and its entries are kept, as the client takes it."""
+    """The retention options as the client's `Lifetime`."""
     if ttl is not None and expires_at is not None:
-        raise UsageError("--ttl and --expires-at exclude each other")
+        raise UsageError("use either --ttl or --expires-at, not both")
     return {
         "ttl": None if ttl is None else parse_span_s(ttl, "--ttl"),
         "expires_at": None if expires_at is None else parse_future_time(expires_at, "--expires-at"),

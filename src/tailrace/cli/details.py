@@ -1,4 +1,4 @@
-"""``tailrace details``: what a server, or one of its streams, looks like inside."""
+"""``tailrace details``: details of a stream, or of the server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cyclopts import App, Parameter
 from tailrace.cli.session import DEFAULT_SESSION, Session, flush_output, get_json, print_json, stream_path
 from tailrace.cli.tables import make_console
 
-_HELP: Final = """Show what the server knows about a stream: entries, segments, bytes, indexes and requests.
+_HELP: Final = """Show details of a stream: entries, segments, bytes, indexes and requests.
 
-Without a stream it shows the server itself: memory, queues and the streams that use most.
+Without a stream it shows details of the server: memory, queues and the largest streams.
 
 For example:
 
@@ -30,7 +30,7 @@ command = App(name="details", help=_HELP, help_format="markdown")
 
 @command.default
 def details(
-    stream: Annotated[str, Parameter(help="The stream; the server itself if left out.")] = "",
+    stream: Annotated[str, Parameter(help="The stream; by default the server.")] = "",
     /,
     *,
     session: Session = DEFAULT_SESSION,
@@ -107,7 +107,7 @@ def _of_server(found: dict[str, Any]) -> list[tuple[str, Rows]]:
             "queues",
             [
                 ("appends waiting", f"{runtime['ingest_queue']['bytes']:,} bytes"),
-                ("not yet on the object store", f"{runtime['local_backpressure']['current_bytes']:,} bytes"),
+                ("not yet in the object store", f"{runtime['local_backpressure']['current_bytes']:,} bytes"),
                 ("streams to be sealed", runtime["uploads"]["pending_segments"]),
             ],
         ),
@@ -145,7 +145,7 @@ def _show(title: str, rows: Rows) -> None:
         box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left"
     )
     texts = [(f"  {name}", _text(value)) for name, value in rows]
-    # Both may take several lines, and neither can push the other off the screen.
+    # Both columns are wrapped, so that neither pushes the other off the screen.
     table.add_column(overflow="fold", min_width=min(_CELLS_MIN, max(len(name) for name, _ in texts)))
     table.add_column(overflow="fold", min_width=min(_CELLS_MIN, max(len(value) for _, value in texts)))
     for name, value in texts:

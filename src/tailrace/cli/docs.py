@@ -22,7 +22,7 @@ from tailrace.cli.session import (
 )
 from tailrace.cli.tables import Column, print_table
 
-_HELP: Final = """Read, write and query documents. A path begins with the database; `default` is always there.
+_HELP: Final = """Read, write and query documents. A path starts with the database; `default` always exists.
 
 For example:
 
@@ -45,10 +45,10 @@ command = App(name="docs", help=_HELP, help_format="markdown")
 
 
 def split_database(path: str) -> tuple[str, str]:
-    """The database, and the path in it."""
+    """Split a path into the database and the rest."""
     database, slash, rest = path.partition("/")
     if not slash or not rest:
-        raise UsageError(f"{path!r} begins with a database, as in default/orders")
+        raise UsageError(f"{path!r} must start with a database, as in default/orders")
     return database, rest
 
 
@@ -60,7 +60,7 @@ def request_json(
     headers: dict[str, str] | None = None,
     query: str = "",
 ) -> Any:
-    """One request; the JSON that came back, or None."""
+    """Send one request; returns the JSON of the response, or None."""
     import orjson
 
     content = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
@@ -92,9 +92,9 @@ def put(
     data: Annotated[str, Parameter(help="The document as JSON; - reads it from standard input.")],
     /,
     *,
-    if_version: Annotated[int | None, Parameter(help="Only if it has this version.")] = None,
+    if_version: Annotated[int | None, Parameter(help="Only if the document has this version.")] = None,
     if_absent: Annotated[bool, Parameter(negative="", help="Only if it does not exist.")] = False,
-    patch: Annotated[bool, Parameter(negative="", help="Change the given fields only.")] = False,
+    patch: Annotated[bool, Parameter(negative="", help="Change only the given fields.")] = False,
     session: Session = DEFAULT_SESSION,
 ) -> None:
     """Create or replace a document."""
@@ -120,13 +120,15 @@ def rm(
 
 @command.command
 def ls(
-    database: Annotated[str, Parameter(help="Whose collections; left out, the databases.")] = "",
+    database: Annotated[
+        str, Parameter(help="List the collections of this database; by default the databases.")
+    ] = "",
     /,
     *,
-    limit: Annotated[int | None, Parameter(help="At most so many.")] = None,
+    limit: Annotated[int | None, Parameter(help="Maximum number.")] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """List databases, or the collections of one, in the order of their names."""
+    """List databases, or the collections of one, by name."""
     if limit is not None and limit < 1:
         raise UsageError("--limit must be 1 or more")
     path = f"/v1/databases/{database}/collections" if database else "/v1/databases"
@@ -140,7 +142,7 @@ def ls(
 
 
 def _listed(session: Session, path: str, page: int) -> Iterator[dict[str, Any]]:
-    """Page by page, as far as somebody looks."""
+    """The rows, requested page by page."""
     after = ""
     while rows := request_json(session, "GET", path, query=urlencode({"limit": page, "after": after})):
         yield from rows
@@ -168,9 +170,9 @@ def query(
     *,
     where: Annotated[str, Parameter(help="An expression, such as doc.total > 3.")] = "",
     order: Annotated[
-        list[str] | None, Parameter(negative="", help="A field, with :desc if need be; repeatable.")
+        list[str] | None, Parameter(negative="", help="A field, optionally with :desc; may be repeated.")
     ] = None,
-    limit: Annotated[int, Parameter(help="At most so many, 1 to 1000.")] = 100,
+    limit: Annotated[int, Parameter(help="Maximum number, 1 to 1000.")] = 100,
     session: Session = DEFAULT_SESSION,
 ) -> None:
     """Print the documents that match, one per line."""
@@ -187,11 +189,11 @@ def query(
     if not found["documents"] and not session.json:
         print_empty("documents")
     if found["cursor"] is not None:
-        sys.stderr.write(f"more than these {limit:,} match; --limit takes up to 1,000\n")
+        sys.stderr.write(f"more than {limit:,} documents match; --limit can be up to 1,000\n")
 
 
 def _order(text: str) -> dict[str, str]:
     field, _, direction = text.partition(":")
     if not field or direction not in ("", "asc", "desc"):
-        raise UsageError(f"--order: {text!r} is not a field, with :asc or :desc behind it")
+        raise UsageError(f"--order: {text!r} must be a field, optionally with :asc or :desc")
     return {"field": field, "direction": direction or "asc"}

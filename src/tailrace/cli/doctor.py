@@ -1,4 +1,4 @@
-"""``tailrace doctor``: can this machine run a server well?"""
+"""``tailrace doctor``: check that this machine can run a server well."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ command = App(name="doctor", help=_HELP, help_format="markdown")
 
 
 class Finding(Struct, frozen=True):
-    """What one check came to."""
+    """The result of one check."""
 
     check: str
     verdict: Verdict
@@ -70,7 +70,7 @@ def doctor(
 
 
 def run_checks(flags: dict[str, str]) -> Iterator[Finding]:
-    """Every check, in an order in which the first failure explains the later ones."""
+    """All checks, in an order where the first failure explains later ones."""
     yield _python()
     yield _packages()
     try:
@@ -131,7 +131,7 @@ def _exposure(settings: Settings) -> Finding:
         return Finding("exposure", "ok", "requests need a token")
     if settings.loopback_only:
         return Finding("exposure", "ok", "this machine only, no token needed")
-    return Finding("exposure", "warn", "everybody who can reach the port has every right (--insecure)")
+    return Finding("exposure", "warn", "all clients that can reach the port have all rights (--insecure)")
 
 
 def _nearest(directory: Path) -> Path:
@@ -180,7 +180,7 @@ def _disk(settings: Settings) -> Finding:
 
 
 def _sync(settings: Settings) -> Finding:
-    """One append waits for one of these, so this is the floor of its latency."""
+    """Measure fsync, the lower bound of append latency."""
     import os
     import tempfile
 
@@ -199,7 +199,7 @@ def _sync(settings: Settings) -> Finding:
     taken_ms.sort()
     middle, worst = taken_ms[_SYNCS // 2], taken_ms[-1]
     verdict: Verdict = "warn" if middle > _SYNC_MS_SLOW else "ok"
-    return Finding("fsync", verdict, f"{middle:.2f} ms in the middle, {worst:.2f} ms at worst, of {_SYNCS}")
+    return Finding("fsync", verdict, f"{middle:.2f} ms median, {worst:.2f} ms maximum, of {_SYNCS}")
 
 
 def _port(settings: Settings) -> Finding:
@@ -230,7 +230,7 @@ def _files(settings: Settings) -> Finding:
 
 
 def _stored(settings: Settings) -> Iterator[Finding]:
-    """Everything a start would replay. One damaged record that was acknowledged, and no server starts."""
+    """Read all that a start would replay; a damaged acknowledged record would stop a server."""
     from tailrace.cluster.layout import is_unused_directory, worker_paths
     from tailrace.common.errors import TailraceError
     from tailrace.storage.verify import check_directory
@@ -263,7 +263,7 @@ def _damage(check: str, problems: list[str]) -> Finding | None:
 
 
 def _pipeline(settings: Settings) -> Finding:
-    """What the local pipeline needs. Without it everything else goes on."""
+    """Requirements of the local pipeline; a server runs without it."""
     import asyncio
     from importlib.util import find_spec
 
@@ -272,16 +272,16 @@ def _pipeline(settings: Settings) -> Finding:
     if settings.pipeline != "auto":
         return Finding("pipeline", "ok", f"not started here: {settings.pipeline}")
     if find_spec("pyspark") is None:
-        return Finding("pipeline", "ok", "the spark extra is not installed; companions are not built")
+        return Finding("pipeline", "ok", "the spark extra is not installed; index files are not built")
     java = asyncio.run(find_java())
     if java is None:
-        detail = f"no Java {VERSION_MIN}+ found (JAVA_HOME, PATH); companions are not built, searches scan"
+        detail = f"no Java {VERSION_MIN}+ found (JAVA_HOME, PATH); index files are not built, searches scan"
         return Finding("pipeline", "warn", detail)
     return Finding("pipeline", "ok", java)
 
 
 def _sources(settings: Settings) -> Finding:
-    """What is followed outside: PostgreSQL keeps its log until it is read, MongoDB for some time only."""
+    """External sources: PostgreSQL retains its log until it is read, MongoDB only for some time."""
     import apsw
 
     from tailrace.log.journal import JournalCorruptError
@@ -293,21 +293,21 @@ def _sources(settings: Settings) -> Finding:
     try:
         found = read_source_progress(settings.data_dir)
     except (apsw.Error, OSError, JournalCorruptError, *UNREADABLE_ERRORS) as error:
-        return Finding("sources", "warn", f"the data directory cannot be read: {error}")
+        return Finding("sources", "warn", f"cannot read the data directory: {error}")
     shown = [
         f"{name} {one.phase}" + (f" ({one.reason})" if one.reason else "") for name, one in found.items()
     ]
     if not shown:
         return Finding("sources", "ok", "none")
     served = _lock(settings).verdict == "warn"
-    unread = "; no server reads them: PostgreSQL keeps its log for us, MongoDB forgets its own"
+    unread = "; no server reads them: PostgreSQL retains its log for us, MongoDB discards its log"
     detail = ", ".join(shown) + ("" if served else unread)
     wrong = not served or any(one.phase == "stale" for one in found.values())
     return Finding("sources", "warn" if wrong else "ok", detail)
 
 
 def _clock(settings: Settings) -> Finding:
-    """Entries are stamped with wall time; one that lies before the newest file is a clock that went back."""
+    """Entries have wall time: a time before the newest file means that the clock went back."""
     from tailrace.common.clock import SYSTEM_CLOCK
 
     now_ns = SYSTEM_CLOCK.now_ns()

@@ -1,4 +1,4 @@
-"""``tailrace edge``: its flags are the rows of the settings table that an edge knows."""
+"""``tailrace edge``: its flags are the settings of an edge."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tailrace.cli.serve import parameter_of
 from tailrace.common.settings import SETTINGS_TABLE, Setting
 from tailrace.common.settings_loading import load_settings
 
-_HELP = """Hold the clients of a server, and keep running until SIGTERM or Ctrl-C.
+_HELP = """Start an edge, which serves the clients of a server, until SIGTERM or Ctrl-C.
 
-All live readers of a stream share one connection to the server behind the edge, and what never changes is
-kept. Clients see the same routes as on the server.
+All live readers of a stream share one connection to the upstream server, and immutable responses are
+cached. Clients use the same routes as on the server.
 
 For example:
 
@@ -21,14 +21,14 @@ For example:
 
     tailrace edge --upstream https://streams.example --listen 0.0.0.0:4438 --cache-dir /var/cache/tailrace
 
-The flags are the settings that begin with `edge_`, without these letters, and those that an edge and a server
-have in common. Every flag may also be given as a variable (`--upstream` is `TAILRACE_EDGE_UPSTREAM`) or in
-`tailrace.toml` (`edge_upstream`). Give an edge the same `TAILRACE_AUTH_*` settings as its server: it checks
+The flags are the settings that begin with `edge_`, without this prefix, and those shared with a server. Every
+flag may also be given as a variable (`--upstream` is `TAILRACE_EDGE_UPSTREAM`) or in `tailrace.toml`
+(`edge_upstream`). Give an edge the same `TAILRACE_AUTH_*` settings as its server: it checks
 tokens itself.
 """
 
 PREFIX = "edge_"
-# Settings that mean the same to an edge as to a server.
+# Settings shared with a server.
 COMMON = (
     "config",
     "insecure",
@@ -73,7 +73,7 @@ def _build() -> App:
     settings, limits = Group("Settings", sort_key=1), Group("Limits", sort_key=2)
     rows = [row for row in SETTINGS_TABLE.values() if row.name.startswith(PREFIX) or row.name in COMMON]
     parameters = [parameter_of(row, limits if row.limit else settings, _flag(row)) for row in rows]
-    # The command line reads a function's signature, so the table is given to it as one.
+    # cyclopts reads the signature of a function, so the table is converted to one.
     _edge.__signature__ = inspect.Signature(parameters)
     _edge.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = App(name="edge", help=_HELP, help_format="markdown", result_action="return_value")

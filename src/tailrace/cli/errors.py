@@ -1,4 +1,4 @@
-"""The one place where a failure becomes a message and an exit code."""
+"""Maps failures to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ UNREADABLE: Final = 2
 PARTIAL: Final = 3
 UNREACHABLE: Final = 4
 
-# The table that the help and docs/cli.md show, and that every command keeps to.
+# The exit codes of all commands, also shown in the help and in docs/cli.md.
 EXIT_CODES: Final[dict[int, str]] = {
-    OK: "done; also Ctrl-C in a command that runs until then, and a reader of the output that left (`head`)",
+    OK: "done; also Ctrl-C in a command that runs until then, and a closed output pipe (`head`)",
     REFUSED: "refused, not found, or a check found something wrong",
     USAGE: "wrong usage, or a setting, file or object store that cannot be read",
-    PARTIAL: "a partial answer: a search did not examine everything, or a comparison found differences",
-    UNREACHABLE: "no server answers",
+    PARTIAL: "a partial result: a search did not examine everything, or a comparison found differences",
+    UNREACHABLE: "server unreachable",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C",
 }
 
-# What the client calls it when no answer came.
+# Error codes of the client without a response.
 _NO_SERVER: Final = frozenset({"connect_failed", "connection_lost"})
-# A file or a disk that takes no more, most often that of standard output.
+# A file or disk that is full, most often that of standard output.
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class RefusedError(Exception):
-    """The command was understood and cannot be done."""
+    """The command is valid but was refused."""
 
 
 class UnreachableError(Exception):
-    """No server answers."""
+    """The server is unreachable."""
 
 
 class IncompleteError(Exception):
-    """The answer that was printed does not take everything into account."""
+    """The printed result is incomplete."""
 
 
 def check_complete(coverage: dict[str, Any], question: str) -> None:
-    """Refuses to pass a partial answer off as a whole one. What was found is printed before."""
+    """Raise if the result is partial; it has been printed before."""
     if not coverage["complete"]:
         rows = coverage["possible_missing_events_upper_bound"]
         raise IncompleteError(
@@ -55,15 +55,15 @@ def check_complete(coverage: dict[str, Any], question: str) -> None:
 
 
 def unreachable(url: str, reason: object) -> UnreachableError:
-    """What is told when there was no answer. A server that TLS kept us from is there all the same."""
+    """The error when there was no response; TLS errors have their own message, as a server is there."""
     told = str(reason)
     if "CERTIFICATE_VERIFY_FAILED" in told:
         why = told[told.index("CERTIFICATE_VERIFY_FAILED") :].partition(": ")[2].partition(" (_ssl")[0]
-        message = f"the certificate of {url} is not trusted ({why}); name yours in SSL_CERT_FILE"
+        message = f"the certificate of {url} is not trusted ({why}); set SSL_CERT_FILE to your CA certificate"
     elif "WRONG_VERSION_NUMBER" in told or "RECORD_LAYER_FAILURE" in told:
         message = f"{url} does not speak TLS; is it an http:// address?"
     else:
-        message = f"no server answers at {url}; start one with: tailrace serve"
+        message = f"no server responds at {url}; start one with: tailrace serve"
     return UnreachableError(message)
 
 
@@ -72,7 +72,7 @@ class UnreadableError(Exception):
 
 
 class UsageError(Exception):
-    """The command was not put in a way that makes sense."""
+    """The command line is invalid."""
 
     def __init__(self, message: str, **extra: object) -> None:
         super().__init__(message)
@@ -80,7 +80,7 @@ class UsageError(Exception):
 
 
 def report_error(error: Exception, *, as_json: bool) -> int:
-    """Say on standard error what went wrong, and give the exit code. A bug is raised again as it is."""
+    """Print an error to standard error and return the exit code. Unexpected errors are raised again."""
     import orjson
     from cyclopts import CycloptsError
 
@@ -103,7 +103,7 @@ def report_error(error: Exception, *, as_json: bool) -> int:
     elif isinstance(error, RefusedError):
         code, exit_code = "refused", REFUSED
     elif isinstance(error, BrokenPipeError):
-        # The reader of our output left, as `head` does. Python would complain once more when it flushes.
+        # The reader closed the pipe, as `head` does. Python would report it again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     elif isinstance(error, OSError) and error.errno in _NO_ROOM:

@@ -1,4 +1,4 @@
-"""``tailrace fork``: a stream that begins with the entries of another."""
+"""``tailrace fork``: create a stream with the entries of another."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from cyclopts import App, Parameter
 from tailrace.cli.create import ExpiresAt, Retention, RetentionBytes, Ttl, lifetime_options
 from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
-_HELP: Final = """Create a stream that begins with the entries of another, up to an offset or to its tail.
+_HELP: Final = """Create a stream with the entries of another, up to an offset or to its tail.
 
-Nothing is copied, so it takes no longer for a large stream. From then on the two are independent. Bounds
-that are not given are those of the source.
+Nothing is copied, so it is fast for a large stream. Afterwards the two are independent. Retention options
+are inherited from the source unless they are given.
 
 For example:
 
@@ -26,20 +26,20 @@ command = App(name="fork", help=_HELP, help_format="markdown")
 
 @command.default
 def fork(
-    source: Annotated[str, Parameter(help="The stream to begin with.")],
+    source: Annotated[str, Parameter(help="The stream to fork.")],
     target: Annotated[str, Parameter(help="The stream to create.")],
     /,
     *,
-    offset: Annotated[str | None, Parameter(help="Where the two part; the tail if not given.")] = None,
+    offset: Annotated[str | None, Parameter(help="Where to fork; the tail by default.")] = None,
     ttl: Ttl = None,
     expires_at: ExpiresAt = None,
     retention: Retention = None,
     retention_bytes: RetentionBytes = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    kept = lifetime_options(ttl, expires_at, retention, retention_bytes)
+    lifetime = lifetime_options(ttl, expires_at, retention, retention_bytes)
     with connect_client(session) as client:
-        made = client.stream(source).fork(target, offset=offset, **kept).head()
+        made = client.stream(source).fork(target, offset=offset, **lifetime).head()
     if session.json:
         print_json({"stream": target, "source": source, "next_offset": made.next_offset})
     else:

@@ -1,4 +1,4 @@
-"""``tailrace gc``: delete what no manifest names any more."""
+"""``tailrace gc``: delete unreferenced objects."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tailrace.cli.session import flush_output, print_json, write_output
 if TYPE_CHECKING:
     from tailrace.storage.sweep import Orphan, SweepReport
 
-_HELP: Final = """Delete objects that no manifest names any more, or list them with `--dry-run`.
+_HELP: Final = """Delete objects that no manifest references, or list them with `--dry-run`.
 
-These are leftovers: of uploads and deletions that a crash cut short, and of pages and producer states that
-were replaced. It may run beside a server, whoever owns the bucket, and be stopped at any time: an object goes
-only if it is older than the grace time and no manifest can ever name it again. Segments behind the last
-recorded entry always stay, because their upload may be under way.
+These are leftovers of uploads and deletions interrupted by a crash, and replaced pages and producer states.
+It may run beside a server and be stopped at any time: an object is deleted only if it is older than the grace
+time and no manifest can ever reference it again. Segments after the last recorded entry are never deleted,
+because their upload may be in progress.
 
 A server does the same by itself, every `sweep_interval_ms`, and also forgets streams that were deleted more
-than `tombstone_ms` ago. Without a server this is what `--offline` does; it also takes folders without a
-manifest, which look like a stream that is just being made.
+than `tombstone_ms` ago. Without a server `--offline` does this; it also deletes folders without a manifest,
+which look like a stream that is being created.
 
 For example:
 
@@ -38,12 +38,15 @@ command = App(name="gc", help=_HELP, help_format="markdown")
 @command.default
 def gc(
     *,
-    dry_run: Annotated[bool, Parameter(negative="", help="Only list what would go.")] = False,
+    dry_run: Annotated[bool, Parameter(negative="", help="Only list the objects.")] = False,
     grace: Annotated[
-        str, Parameter(help="Leave objects alone that are younger than this, such as 30m, 1h or 2d.")
+        str, Parameter(help="Do not delete objects younger than this, such as 30m, 1h or 2d.")
     ] = "1h",
     offline: Annotated[
-        bool, Parameter(negative="", help="No server uses the bucket; also sweep what one may be making.")
+        bool,
+        Parameter(
+            negative="", help="No server uses the bucket: also delete objects that one may be creating."
+        ),
     ] = False,
     bucket: StoreOptions = DEFAULT_STORE,
 ) -> None:
@@ -82,7 +85,9 @@ async def _sweep(bucket: StoreOptions, grace: str, *, dry_run: bool, offline: bo
     else:
         write_output(f"{_counted(seen, dry_run)}\n".encode())
         if seen.unclaimed and not offline:
-            write_output(f"{seen.unclaimed:,} objects have no manifest; they go with --offline\n".encode())
+            write_output(
+                f"{seen.unclaimed:,} objects have no manifest; delete them with --offline\n".encode()
+            )
         if seen.unreadable:
             write_output(
                 f"{seen.unreadable:,} streams have a damaged manifest; see: tailrace verify\n".encode()
@@ -93,6 +98,6 @@ async def _sweep(bucket: StoreOptions, grace: str, *, dry_run: bool, offline: bo
 def _counted(seen: SweepReport, dry_run: bool) -> str:
     verb = "would delete" if dry_run else "deleted"
     return (
-        f"looked at {seen.objects:,} objects of {seen.streams:,} streams, "
+        f"checked {seen.objects:,} objects of {seen.streams:,} streams, "
         f"{verb} {seen.orphans:,} ({seen.orphan_bytes / 2**20:,.1f} MiB)"
     )

@@ -1,9 +1,4 @@
-"""``tailrace hub``: actors, messages, mailboxes and dead letters.
-
-``tailrace hub``, for messages that are kept: mailboxes, dead letters, and sending either again.
-
-``tailrace hub``: actors, their messages and their mailboxes, from the command line.
-"""
+"""``tailrace hub``: actors, messages, mailboxes and dead letters."""
 
 from __future__ import annotations
 
@@ -39,25 +34,23 @@ if TYPE_CHECKING:
 DEAD_LETTERS: Final = "hub/dead-letters"
 _PAGE: Final = 100
 
-Limit = Annotated[int | None, Parameter(help="At most so many.")]
+Limit = Annotated[int | None, Parameter(help="Maximum number.")]
 
 
 def mailbox(
-    address: Annotated[str, Parameter(help="Whose mailbox.")],
+    address: Annotated[str, Parameter(help="The owner of the mailbox.")],
     /,
     *,
     offset: Annotated[
-        str, Parameter(help="Where to begin: committed, -1 (the start), or an offset.")
+        str, Parameter(help="Where to start: committed, -1 (the start), or an offset.")
     ] = "committed",
     limit: Limit = _PAGE,
-    commit: Annotated[
-        str | None, Parameter(help="Say that everything up to this offset was processed.")
-    ] = None,
+    commit: Annotated[str | None, Parameter(help="Commit everything up to this offset as processed.")] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Show what waits in a mailbox. Looking moves nothing; --commit does."""
+    """Show the messages in a mailbox, without committing them unless --commit is given."""
 
-    # Not under the address itself: that would end the connection of its owner.
+    # Not under the address itself, which would close the connection of its owner.
     with join_hub(session) as hub:
         if commit is not None:
             hub.commit_offset(commit, address=address)
@@ -83,10 +76,10 @@ def dead_letters(
     reason: Annotated[str | None, Parameter(help="Only those with this reason.")] = None,
     since: Annotated[
         str | None,
-        Parameter(help="Only those of this time (RFC 3339) or later, or of the last 15m, 1h or 7d."),
+        Parameter(help="Only those since this time (RFC 3339), or of the last 15m, 1h or 7d."),
     ] = None,
     limit: Limit = None,
-    replay: Annotated[bool, Parameter(negative="", help="Send them again instead of showing them.")] = False,
+    replay: Annotated[bool, Parameter(negative="", help="Send them again instead of listing them.")] = False,
     session: Session = DEFAULT_SESSION,
 ) -> int:
     """List messages that could not be delivered, and why; or send them again."""
@@ -126,22 +119,22 @@ def dead_letters(
 
 
 def replay(
-    address: Annotated[str, Parameter(help="Whose mailbox.")],
+    address: Annotated[str, Parameter(help="The owner of the mailbox.")],
     /,
     *,
-    to: Annotated[str, Parameter(help="Who gets the messages.")],
-    offset: Annotated[str, Parameter(help="Where to begin; the start if not given.")] = "-1",
+    to: Annotated[str, Parameter(help="The recipient of the messages.")],
+    offset: Annotated[str, Parameter(help="Where to start; the beginning by default.")] = "-1",
     since: Annotated[
-        str | None, Parameter(help="Begin at this time (RFC 3339), or with the last 15m, 1h or 7d.")
+        str | None, Parameter(help="Start at this time (RFC 3339), or with the last 15m, 1h or 7d.")
     ] = None,
     limit: Limit = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Send what a mailbox has kept to another address, marked as replayed. The mailbox stays as it is."""
+    """Send the messages of a mailbox to another address, marked as replayed. The mailbox is not changed."""
     from tailrace.hub.addresses import mailbox_stream, parse_address
 
     if address == to:
-        raise UsageError("a mailbox is not replayed into itself")
+        raise UsageError("--to must be another address than the mailbox")
     parse_address(to, "to")
     since = None if since is None else parse_past_time(since, "--since")
     stream = mailbox_stream(parse_address(address))
@@ -151,12 +144,12 @@ def replay(
 
 
 def kick(
-    address: Annotated[str, Parameter(help="Whose registration ends.")],
+    address: Annotated[str, Parameter(help="The address to unregister.")],
     /,
     *,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """End a registration. An actor that is there may register again; its mailbox stays as it is."""
+    """End a registration. A connected actor may register again; its mailbox is not changed."""
     from tailrace.client import ClientError
 
     with join_hub(session) as hub:
@@ -168,7 +161,7 @@ def kick(
             if session.token is not None or error.code not in ("unauthorized", "invalid_request"):
                 raise
         if list(hub.discover(address)):
-            # Without tokens every address is everybody's: whoever takes it may also let it go.
+            # Without tokens any client may register an address, and so unregister it.
             hub.register(address)
             hub.unregister(address)
     print(f"{address} is no longer registered")
@@ -185,7 +178,7 @@ def _letters(
                 if to in (None, letter.get("to")) and reason in (None, letter.get("reason")):
                     yield letter["id"], letter
         except ClientError as error:
-            if error.status != 404:  # no letter was ever dead
+            if error.status != 404:  # there were never any dead letters
                 raise
 
 
@@ -227,7 +220,7 @@ def _json(value: object) -> str:
     return orjson.dumps(value).decode()
 
 
-_HELP: Final = """Talk to actors at the hub, and look after their messages.
+_HELP: Final = """Send messages to actors, and manage mailboxes and dead letters.
 
 For example:
 
@@ -241,8 +234,8 @@ For example:
 
     tailrace hub dead-letters
 
-Data is JSON; a word that is none is taken as a string. What begins with a brace, a bracket or a quote has to
-be JSON. `--as` says under which address to act; with a token, its identity is meant if nothing is given.
+Data is JSON; a word that is not JSON is sent as a string. Data that begins with a brace, a bracket or a quote
+must be JSON. `--as` is the address to act under; by default the identity of the token.
 """
 
 command = App(name="hub", help=_HELP, help_format="markdown")
@@ -252,12 +245,12 @@ As = Annotated[
     Parameter(name="--as", help="The address to act under; another connection under it is closed."),
 ]
 JSON_BEGINS: Final = ("{", "[", '"')
-Count = Annotated[int | None, Parameter(help="Stop after so many.")]
+Count = Annotated[int | None, Parameter(help="Stop after this many.")]
 
 
 @contextmanager
 def join_hub(session: Session, address: str | None = None) -> Generator[Hub]:
-    """A place at the hub, for as long as the command takes."""
+    """A connection to the hub for the duration of the command."""
     from tailrace.client import ClientError, Retries
     from tailrace.client.hub import Hub
 
@@ -281,8 +274,7 @@ def join_hub(session: Session, address: str | None = None) -> Generator[Hub]:
 
 
 def parse_json_or_text(text: str | None) -> bytes:
-    """JSON as it is written, any other text as a string. What begins like JSON and is none is refused: it is
-    more often a mistake than a text."""
+    """JSON as it is, other text as a string. Text that begins like JSON must be valid."""
     import orjson
 
     if text is None:
@@ -302,11 +294,11 @@ def parse_json_or_text(text: str | None) -> bytes:
 
 @command.command
 def ls(
-    pattern: Annotated[str, Parameter(help="Which addresses; `*` is any run of characters.")] = "*",
+    pattern: Annotated[str, Parameter(help="Address pattern; `*` matches any characters.")] = "*",
     /,
     *,
     capability: Annotated[
-        list[str] | None, Parameter(negative="", help="Only actors that can do this; may be repeated.")
+        list[str] | None, Parameter(negative="", help="Only actors with this capability; may be repeated.")
     ] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
@@ -327,19 +319,19 @@ def ls(
 def send(
     to: Annotated[str, Parameter(help="The recipient, as in @(svc/price).")],
     kind: Annotated[str, Parameter(name="type", help="The type of the message.")],
-    data: Annotated[str | None, Parameter(help="JSON, or a text.")] = None,
+    data: Annotated[str | None, Parameter(help="JSON or text.")] = None,
     /,
     *,
     ack: Annotated[
         Literal["delivered", "accepted", "processed"],
-        Parameter(help="How far it has to come before this returns."),
+        Parameter(help="The acknowledgement to wait for."),
     ] = "delivered",
-    ttl: Annotated[int | None, Parameter(help="Milliseconds after which it is of no use.")] = None,
+    ttl: Annotated[int | None, Parameter(help="Time to live in milliseconds.")] = None,
     timeout: Annotated[float, Parameter(help="Seconds to wait.")] = 30.0,
     sender: As = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Send one message, and say how far it came."""
+    """Send one message, and print its acknowledgement."""
     import msgspec
 
     body = parse_json_or_text(data)
@@ -354,16 +346,16 @@ def send(
 
 @command.command
 def ask(
-    to: Annotated[str, Parameter(help="Whom to ask, as in @(svc/price).")],
-    kind: Annotated[str, Parameter(name="type", help="The type of the question.")],
-    data: Annotated[str | None, Parameter(help="JSON, or a text.")] = None,
+    to: Annotated[str, Parameter(help="The recipient, as in @(svc/price).")],
+    kind: Annotated[str, Parameter(name="type", help="The type of the request.")],
+    data: Annotated[str | None, Parameter(help="JSON or text.")] = None,
     /,
     *,
     timeout: Annotated[float, Parameter(help="Seconds to wait for the reply.")] = 30.0,
     sender: As = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Ask an actor something, and print the reply. Parts that come before it are printed as they come."""
+    """Send a request to an actor and print the reply; partial replies are printed as they arrive."""
     body = parse_json_or_text(data)
     with join_hub(session, sender) as hub:
         reply = hub.ask(to, kind, body, timeout_s=timeout, on_part=_put_now)
@@ -373,15 +365,17 @@ def ask(
 
 @command.command
 def sub(
-    topic: Annotated[str, Parameter(help="A topic; `+` is one segment, a last `#` all the rest.")],
+    topic: Annotated[str, Parameter(help="A topic; `+` matches one segment, a final `#` all the rest.")],
     /,
     *,
-    group: Annotated[str | None, Parameter(help="Share the work with others of this group.")] = None,
+    group: Annotated[
+        str | None, Parameter(help="Share the messages with other members of this group.")
+    ] = None,
     count: Count = None,
     sender: As = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Print what is published to a topic, until Ctrl-C."""
+    """Print messages published to a topic, until Ctrl-C."""
     with join_hub(session, sender) as hub:
         hub.subscribe(topic, group=group)
         print(f"listening to {topic}", file=sys.stderr)
@@ -393,14 +387,14 @@ def sub(
 
 @command.command
 def tail(
-    address: Annotated[str, Parameter(help="Whose mailbox.")],
+    address: Annotated[str, Parameter(help="The owner of the mailbox.")],
     /,
     *,
     from_start: Annotated[bool, Parameter(negative="", help="Print everything first, then follow.")] = False,
     count: Count = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Follow the mailbox of an actor, without taking anything out of it, until Ctrl-C."""
+    """Follow the mailbox of an actor without committing anything, until Ctrl-C."""
     from tailrace.cli.session import connect_client, exit_on_interrupt
     from tailrace.hub.addresses import mailbox_stream, parse_address
 

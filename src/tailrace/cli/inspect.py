@@ -1,4 +1,4 @@
-"""``tailrace inspect``: what the files of a data directory or an object store hold, without a server."""
+"""``tailrace inspect``: print the contents of data directory and object store files, without a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tailrace.cli.errors import RefusedError
 from tailrace.cli.object_store import DEFAULT_STORE, StoreOptions, open_store
 from tailrace.cli.session import flush_output, print_json, write_output
 
-_HELP: Final = """Print what the files of a data directory or an object store hold.
+_HELP: Final = """Print the contents of the files of a data directory or an object store.
 
 Nothing is changed, and no server is needed.
 
@@ -32,7 +32,7 @@ ObjectStore = Annotated[
     str,
     Parameter(
         env_var="TAILRACE_OBJECT_STORE",
-        help="Where segments are: file:///directory, s3://bucket/prefix; if empty, in the data directory.",
+        help="The object store: file:///directory, s3://bucket/prefix; by default in the data directory.",
     ),
 ]
 AsJson = Annotated[bool, Parameter(negative="", help="Print JSON, one object per line.")]
@@ -43,10 +43,10 @@ command = App(name="inspect", help=_HELP, help_format="markdown")
 
 @command.command
 def journal(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
-    """Print every record of the journal, in order, and where it ends; of each worker if there are several.
+    """Print every record of the journal, in order, and its end; for each worker if there are several.
 
-    The exit code is 1 if the journal is damaged, so that a server would refuse to start. A last record that a
-    crash cut short is no damage.
+    The exit code is 1 if the journal is damaged, so that a server would refuse to start. A last record that
+    was truncated by a crash is not damage.
     """
     from tailrace.log.journal_check import inspect_journal
     from tailrace.storage.verify import check_directory
@@ -67,9 +67,9 @@ def journal(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
 
 @command.command
 def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
-    """Print what the hot store holds: its position in the journal, its tables and their sizes.
+    """Print the contents of the hot store: its position in the journal, its tables and their sizes.
 
-    The exit code is 1 if it cannot be read. `tailrace verify` looks at all of its pages.
+    The exit code is 1 if it cannot be read. `tailrace verify` checks all of its pages.
     """
     from tailrace.storage.hot_store.database import inspect_hot_store
     from tailrace.storage.verify import check_hot_store
@@ -84,7 +84,7 @@ def hot(*, data_dir: DataDir = _HERE, json: AsJson = False) -> None:
         damage += [problem for _, problem in check_hot_store(path / "hot.db", deep=False).problems]
     flush_output()
     if damage:
-        raise RefusedError("the hot store cannot be read: " + "; ".join(damage))
+        raise RefusedError("cannot read the hot store: " + "; ".join(damage))
 
 
 @command.command
@@ -94,10 +94,10 @@ def segment(
     *,
     data_dir: DataDir = _HERE,
     object_store: ObjectStore = "",
-    entries: Annotated[bool, Parameter(negative="", help="Print every entry, too.")] = False,
+    entries: Annotated[bool, Parameter(negative="", help="Also print every entry.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Print what a segment says about itself and where its row groups are, and check all of its checksums."""
+    """Print the metadata and row groups of a segment, and check all of its checksums."""
     from tailrace.storage.segments.reader import describe_entries, describe_segment
 
     raw = _segment_bytes(where, object_store or (data_dir.absolute() / "objects").as_uri())
@@ -117,7 +117,7 @@ def segment(
                 write_output(_pairs(entry).encode() + b"\n")
     flush_output()
     if problem := described.get("problem"):
-        raise RefusedError(f"{where} is not a sound segment: {problem}")
+        raise RefusedError(f"{where} is not a valid segment: {problem}")
 
 
 @command.command
@@ -125,10 +125,10 @@ def manifest(
     stream: Annotated[str, Parameter(help="The name of a stream, or its id of 32 hex digits.")],
     /,
     *,
-    segments: Annotated[bool, Parameter(negative="", help="Print every segment, too.")] = False,
+    segments: Annotated[bool, Parameter(negative="", help="Also print every segment.")] = False,
     bucket: StoreOptions = DEFAULT_STORE,
 ) -> None:
-    """Print what the object store records about a stream, for every use of its name."""
+    """Print the manifests of a stream, for every incarnation of its name."""
     asyncio.run(_manifest(stream, bucket, segments))
 
 
@@ -143,7 +143,7 @@ async def _manifest(stream: str, bucket: StoreOptions, with_segments: bool) -> N
         try:
             heads = await find_heads(objects, stream)
             if not heads:
-                raise RefusedError(f"there is no manifest of {stream} in {objects.url}")
+                raise RefusedError(f"no manifest of {stream} in {objects.url}")
             for head in heads:
                 described = describe_head(head, await manifests.producers(head))
                 if bucket.json:
@@ -170,12 +170,12 @@ async def _manifest(stream: str, bucket: StoreOptions, with_segments: bool) -> N
 def token(
     text: Annotated[str, Parameter(help="A resume token of a live query.")], /, *, json: AsJson = False
 ) -> None:
-    """Print what a resume token says: collection, generation and position. No signature is checked."""
+    """Print the collection, generation and position of a resume token. The signature is not checked."""
     from tailrace.watch.resume_tokens import describe_token
 
     found = describe_token(text)
     if found is None:
-        raise RefusedError("this is no resume token")
+        raise RefusedError("not a resume token")
     if json:
         print_json(found)
     else:
@@ -202,9 +202,9 @@ def _segment_bytes(where: str, url: str) -> bytes:
     try:
         return asyncio.run(fetch())
     except (ObjectMissingError, ValueError):
-        raise RefusedError(f"there is no file {where} and no object of that name in {url}") from None
+        raise RefusedError(f"no file {where} and no object of that name in {url}") from None
     except ObjectStoreError as error:
-        raise RefusedError(f"{url} cannot be read: {error}") from None
+        raise RefusedError(f"cannot read {url}: {error}") from None
 
 
 def _put_table(described: dict[str, object]) -> None:
@@ -218,11 +218,11 @@ def _pairs(record: dict[str, object]) -> str:
 
 
 def _workers(data_dir: Path) -> list[tuple[dict[str, object], Path]]:
-    """The directory of each worker, and what its lines begin with if there are several."""
+    """The directory of each worker, with the prefix of its lines if there are several."""
     from tailrace.cluster.layout import worker_paths
 
     if not data_dir.is_dir():
-        raise RefusedError(f"there is no data directory {data_dir}")
+        raise RefusedError(f"data directory {data_dir} not found")
     paths = worker_paths(data_dir)
     return [({"worker": index} if len(paths) > 1 else {}, path) for index, path in enumerate(paths)]
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Create, list and revoke API keys.
 
-A key is a long-lived secret for a program. It is shown once, when it is made; the server keeps a hash of it.
+A key is a long-lived secret for a program. It is shown once, when it is created; servers store its hash.
 With `--file` the commands change a file of keys that servers read (`auth_keys_file`), which is how the first
-key is made; without it they ask a running server, with a token that may manage everything.
+key is created; without it they use a running server, with a token that may manage everything.
 
 For example:
 
@@ -42,7 +42,7 @@ _COLUMNS: Final = (
 )
 
 InFile = Annotated[
-    Path | None, Parameter(env_var="TAILRACE_AUTH_KEYS_FILE", help="Change this file; no server is asked.")
+    Path | None, Parameter(env_var="TAILRACE_AUTH_KEYS_FILE", help="Change this file instead of a server.")
 ]
 
 command = App(name="key", help=_HELP, help_format="markdown")
@@ -51,16 +51,16 @@ command = App(name="key", help=_HELP, help_format="markdown")
 @command.command
 def create(
     *,
-    sub: Annotated[str, Parameter(help="Whom the key is for.")],
+    sub: Annotated[str, Parameter(help="The subject of the key.")],
     scope: Scopes,
     streams: Prefixes = None,
     db: Databases = None,
     actor_id: ActorId = None,
-    expires: Annotated[str, Parameter(help="Lifetime, such as 8h or 90d; never for none.")] = "never",
+    expires: Annotated[str, Parameter(help="Lifetime, such as 8h or 90d, or never.")] = "never",
     file: InFile = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Make a key and print it. Keep it: nobody can show it again."""
+    """Create a key and print it. Store it: it cannot be shown again."""
     lasts_s = parse_lifetime_s(expires)
     if file is not None:
         from tailrace.auth import create_api_key
@@ -111,7 +111,7 @@ def revoke(
     file: InFile = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Revoke a key. Connections that were opened with it are closed."""
+    """Revoke a key. Connections opened with it are closed."""
     bare_id = key_id.removeprefix(KEY_PREFIX).partition("_")[0]
     if file is not None:
         open_key_file(file).remove_key(bare_id)
@@ -134,9 +134,9 @@ def open_key_file(file: Path) -> IdentityStore:
 
 
 def open_existing_key_file(file: Path) -> IdentityStore:
-    """To revoke something: a file that nobody reads would keep nobody out."""
+    """For revocations: a new file that no server reads would have no effect."""
     if not file.exists():
-        raise UsageError(f"there is no file {file}: nothing was revoked")
+        raise UsageError(f"file {file} not found: nothing was revoked")
     return open_key_file(file)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tailrace.client import StreamDescriptor
 
-_HELP: Final = """List streams in the order of their names.
+_HELP: Final = """List streams by name.
 
 For example:
 
@@ -39,11 +39,11 @@ command = App(name="ls", help=_HELP, help_format="markdown")
 
 @command.default
 def ls(
-    prefix: Annotated[str, Parameter(help="Only names that begin with this.")] = "",
+    prefix: Annotated[str, Parameter(help="Only names with this prefix.")] = "",
     /,
     *,
-    limit: Annotated[int | None, Parameter(help="At most so many.")] = None,
-    system: Annotated[bool, Parameter(negative="", help="Also the server's own streams.")] = False,
+    limit: Annotated[int | None, Parameter(help="Maximum number.")] = None,
+    system: Annotated[bool, Parameter(negative="", help="Include system streams.")] = False,
     session: Session = DEFAULT_SESSION,
 ) -> None:
     if limit is not None and limit < 1:

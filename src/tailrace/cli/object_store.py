@@ -1,4 +1,4 @@
-"""What commands that work on an object store share: which one, how it is opened, and how far they are."""
+"""Shared by commands that work on an object store: options, opening it, and a progress bar."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REDRAW_S: Final = 0.2
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Flags of commands that work on an object store; settings files and variables count as for `serve`."""
+    """Flags of commands that work on an object store; settings files and variables are read as by `serve`."""
 
     object_store: Annotated[
         str | None,
@@ -39,8 +39,7 @@ class StoreOptions:
         str | None,
         Parameter(
             group=_GROUP,
-            help="The data directory; its objects/ is the store if no other is named. "
-            "[env: TAILRACE_DATA_DIR]",
+            help="The data directory; its objects/ is the default store. [env: TAILRACE_DATA_DIR]",
         ),
     ] = None
     json: Annotated[bool, Parameter(group=_GROUP, negative="", help="Print JSON, one object per line.")] = (
@@ -59,7 +58,7 @@ DEFAULT_STORE: Final = StoreOptions()
 
 @asynccontextmanager
 async def open_store(settings: Settings) -> AsyncGenerator[ObjectStore]:
-    """The store; what goes wrong with it becomes one kind of failure."""
+    """Open the store; its errors become an `UnreadableError`."""
     from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
 
     url = settings.object_store_url
@@ -71,22 +70,22 @@ async def open_store(settings: Settings) -> AsyncGenerator[ObjectStore]:
     try:
         yield objects
     except ObjectStoreError as error:
-        raise UnreadableError(f"{url} cannot be read: {error}") from None
+        raise UnreadableError(f"cannot read {url}: {error}") from None
     finally:
         await objects.close()
 
 
 def _check_directory(url: str, settings: Settings) -> None:
-    """A directory that is not there is a slip of the pen. Only a server that sealed nothing has none yet."""
+    """Refuse a missing directory, probably a typo, unless it is that of a server that has sealed nothing."""
     parts = urlsplit(url)
     directory = settings.data_dir if not settings.object_store else Path(unquote(parts.path))
     if parts.scheme == "file" and not directory.is_dir():
-        raise UnreadableError(f"there is no directory {directory}")
+        raise UnreadableError(f"directory {directory} not found")
 
 
 @asynccontextmanager
 async def progress_bar(label: str, state: Callable[[], tuple[int, int | None, str]]) -> AsyncGenerator[None]:
-    """A bar on a terminal: done, of how much (None: not known), and a few words. Nothing in a pipe."""
+    """A progress bar on a terminal: done, total (None if unknown) and a text. Nothing in a pipe."""
     import sys
 
     if not sys.stderr.isatty():

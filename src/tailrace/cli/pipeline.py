@@ -1,4 +1,4 @@
-"""``tailrace pipeline``: how the pipeline is, build again, let it finish; and run one."""
+"""``tailrace pipeline``: status, rebuild and drain of the pipeline; and running one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tailrace.cli.session import (
     write_output,
 )
 
-_HELP: Final = """Look after the pipeline, which builds the indexes of sealed history.
+_HELP: Final = """Manage the pipeline, which builds the index files of sealed history.
 
     tailrace pipeline status
 
@@ -30,19 +30,19 @@ _HELP: Final = """Look after the pipeline, which builds the indexes of sealed hi
 
     tailrace pipeline rescan --collection orders
 
-A server starts one of its own when there is work; `run` is for another machine, a cluster or cron.
+A server starts a local pipeline when there is work; `run` is for another machine, a cluster or cron.
 """
 _DETAILS: Final = "/v1/server/_details"
 _HEARTBEAT: Final = "/v1/pipeline/heartbeat"
 _POLL_S: Final = 0.5
 
 command = App(name="pipeline", help=_HELP, help_format="markdown")
-command.command("tailrace.cli.pipeline_run:command", name="run", help="Run a pipeline, here and now.")
+command.command("tailrace.cli.pipeline_run:command", name="run", help="Run a pipeline in this process.")
 for _name, _summary in (
-    ("match", "Match a range of changes with the subscriptions of the moment."),
-    ("rescan", "Compare the view of a collection with its log, and put it right."),
+    ("match", "Match a range of changes with the current subscriptions."),
+    ("rescan", "Compare the view of a collection with its log, and correct it."),
     ("stats", "Fields, selectivity and skew of collections."),
-    ("capture", "Keep changes and subscriptions, with some values masked."),
+    ("capture", "Store changes and subscriptions, with some values masked."),
     ("shadow", "Compare two versions of the matcher."),
 ):
     command.command(f"tailrace.cli.pipeline_watch:{_name}_command", name=_name, help=_summary)
@@ -50,7 +50,7 @@ for _name, _summary in (
 
 @command.command
 def status(*, session: Session = DEFAULT_SESSION) -> None:
-    """Show how the pipeline is, and what waits for it."""
+    """Show the state and backlog of the pipeline."""
     found = _pipeline(session)
     if session.json:
         print_json(found)
@@ -62,11 +62,11 @@ def status(*, session: Session = DEFAULT_SESSION) -> None:
 @command.command
 def rebuild(
     *,
-    stream: Annotated[str, Parameter(help="Whose companions are built again.")],
+    stream: Annotated[str, Parameter(help="The stream whose index files are rebuilt.")],
     family: Annotated[str | None, Parameter(help="Only this family, such as col or fts.")] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Have the companions of a stream built again; searches scan until they are."""
+    """Rebuild the index files of a stream; searches scan in the meantime."""
     body = {"stream": stream} if family is None else {"stream": stream, "family": family}
     answer = post_json(session, "/v1/pipeline/plan", body)
     if session.json:
@@ -79,10 +79,10 @@ def rebuild(
 @command.command
 def drain(
     *,
-    timeout: Annotated[float, Parameter(help="Seconds to wait at most.")] = 600.0,
+    timeout: Annotated[float, Parameter(help="Maximum seconds to wait.")] = 600.0,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Let the running pipeline finish what it is at, publish and end; return when it is gone."""
+    """Let the running pipeline finish its jobs, publish and exit; return when it has."""
     until_s = time.monotonic() + timeout
     post_json(session, _HEARTBEAT, {"drain": True})
     while (found := _pipeline(session))["pid"] is not None or found["draining"]:

@@ -1,9 +1,4 @@
-"""``tailrace pipeline run``: build companions, merge and compact with Spark, with a progress bar.
-
-A bar for whoever watches a pipeline at a terminal: how much of the backlog is built, and what is left.
-
-``tailrace pipeline run``: build companions, merge and compact with Spark.
-"""
+"""``tailrace pipeline run``: build index files, merge and compact with Spark, with a progress bar."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ProgressBar:
-    """One line for each kind of job. `backlog` tells how many segments wait, more than one batch takes."""
+    """One line for each kind of job. `backlog` returns the number of waiting segments."""
 
     def __init__(self, backlog: Callable[[], int], to: TextIO | None = None) -> None:
         from rich.console import Console
@@ -66,7 +61,7 @@ class ProgressBar:
         self._drawn.update(self._tasks[job], completed=self._done[job], words=words)
 
     def done(self, status: PipelineStatus) -> None:
-        """What is to be seen when the bar is not: the next batch may be hours away."""
+        """Print a summary instead of the bar: the next batch may be hours away."""
         self._drawn.stop()
         totals = status.totals
         given_up = f", {totals.quarantined} segments given up" if totals.quarantined else ""
@@ -80,7 +75,7 @@ def _words(status: PipelineStatus) -> str:
     )
 
 
-_HELP: Final = """Build companions, merge and compact with Spark, until Ctrl-C or, with `--once`, all is done.
+_HELP: Final = """Build index files, merge and compact with Spark, until Ctrl-C or, with `--once`, all done.
 
 A server starts its own pipeline where Java 17 and the `spark` extra are installed. Run one yourself to use
 another machine or a cluster (`TAILRACE_PIPELINE=external`), or from cron:
@@ -91,7 +86,7 @@ another machine or a cluster (`TAILRACE_PIPELINE=external`), or from cron:
 
     tailrace pipeline run --master spark://host:7077 --store s3://bucket/prefix
 
-Two pipelines at once waste work and do no harm. `k8s://` and `yarn` are accepted, but have not been tested.
+Two pipelines at once do duplicate work but no harm. `k8s://` and `yarn` are accepted, but not tested.
 """
 _SPARK: Final = Group("Spark", sort_key=2)
 _BATCH: Final = Group("Batches", sort_key=3)
@@ -99,9 +94,7 @@ JOBS: Final = ("companions", "merge", "compact")
 
 Endpoint = Annotated[
     str,
-    Parameter(
-        name=("--endpoint", "--url"), env_var=URL_VARIABLES, help="The server; http:// may be left out."
-    ),
+    Parameter(name=("--endpoint", "--url"), env_var=URL_VARIABLES, help="The server; http:// is optional."),
 ]
 
 command = App(name="run", help=_HELP, help_format="markdown")
@@ -112,11 +105,11 @@ def run(
     *,
     endpoint: Endpoint = URL_DEFAULT,
     token_file: Annotated[
-        Path | None, Parameter(help="File with an access token of scope manage; read again when it changes.")
+        Path | None, Parameter(help="File with an access token of scope manage; reloaded when it changes.")
     ] = None,
     token: Annotated[str | None, Parameter(env_var="TAILRACE_TOKEN", show=False)] = None,
-    jobs: Annotated[str, Parameter(help="Which: companions, merge, compact, or all.")] = ",".join(JOBS),
-    once: Annotated[bool, Parameter(negative="", help="Do all there is to do, then end.")] = False,
+    jobs: Annotated[str, Parameter(help="companions, merge, compact, or all.")] = ",".join(JOBS),
+    once: Annotated[bool, Parameter(negative="", help="Do all waiting work, then exit.")] = False,
     master: Annotated[
         str,
         Parameter(
@@ -126,10 +119,11 @@ def run(
         ),
     ] = "local[*]",
     store: Annotated[
-        str | None, Parameter(group=_SPARK, help="Object store as executors see it; else the server's.")
+        str | None,
+        Parameter(group=_SPARK, help="Object store URL for executors; by default that of the server."),
     ] = None,
     checkpoint: Annotated[
-        Path, Parameter(group=_SPARK, help="Directory for what Spark writes; it may be lost at any time.")
+        Path, Parameter(group=_SPARK, help="Directory for temporary files of Spark.")
     ] = Path("tailrace-data/pipeline/checkpoint"),
     heap: Annotated[
         str, Parameter(env_var="TAILRACE_PIPELINE_HEAP", group=_SPARK, help="Memory of the JVM.")
@@ -149,12 +143,12 @@ def run(
         str, Parameter(env_var="TAILRACE_PIPELINE_BATCH_BYTES", group=_BATCH, help="Payload of one job.")
     ] = "1GiB",
     reference: Annotated[
-        bool, Parameter(negative="", group=_BATCH, help="Take every value the slow way, to compare.")
+        bool, Parameter(negative="", group=_BATCH, help="Use the slow reference implementation, to compare.")
     ] = False,
     supervised: Annotated[int | None, Parameter(show=False)] = None,
 ) -> int:
     """Run the pipeline."""
-    require_spark(master if supervised is None else "sc://")  # orders name the master of a supervised one
+    require_spark(master if supervised is None else "sc://")  # the supervisor sets the master
     from tailrace.spark.jobs.pipeline import PipelineOptions
     from tailrace.spark.session import parse_extra_settings
 
@@ -217,15 +211,15 @@ def _run(
     from tailrace.spark.jobs.pipeline import Pipeline, UnfinishedError
 
     if options.once:
-        require_server(Session(url=endpoint))  # one that goes on may be there before its server is
+        require_server(Session(url=endpoint))  # without --once the pipeline may start before its server
     private_files.restrict_umask()
     configure_logging(
         *(("info", "auto") if supervised is None else (supervised.log_level, supervised.log_format))
     )
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request would drown ours
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs a line for each request
     owner = owners.PipelineClient(endpoint, token)
     pipeline = Pipeline(owner, options, _progress(owner))
-    # A server that stops takes no offers any more, so its pipeline has nothing to finish.
+    # A stopping server accepts no publications, so its pipeline has nothing to finish.
     signal.signal(signal.SIGTERM, _ending(pipeline.stop if supervised is None else session.exit_quietly))
     session.log_child_output()
     try:
@@ -235,7 +229,7 @@ def _run(
     except owners.RequestRefusedError as error:
         raise RefusedError(str(error)) from None
     except owners.ServerUnreachableError as error:
-        raise UnreachableError(f"no server answers at {endpoint}: {error}") from None
+        raise UnreachableError(f"no server responds at {endpoint}: {error}") from None
     except UnfinishedError as error:
         raise RefusedError(str(error)) from None
     finally:
@@ -268,5 +262,5 @@ def _token_from(token: str | None, file: Path | None) -> Callable[[], str | None
     if file is None:
         return lambda: token
     if not file.is_file():
-        raise UsageError(f"--token-file: there is no file {file}")
+        raise UsageError(f"--token-file: file {file} not found")
     return lambda: file.read_text().strip()

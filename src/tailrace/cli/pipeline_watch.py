@@ -39,7 +39,8 @@ class SparkOptions:
         str, Parameter(env_var="TAILRACE_PIPELINE_MASTER", group=_GROUP, help="Where Spark runs.")
     ] = "local[*]"
     store: Annotated[
-        str | None, Parameter(group=_GROUP, help="Object store as executors see it; else the server's.")
+        str | None,
+        Parameter(group=_GROUP, help="Object store URL for executors; by default that of the server."),
     ] = None
 
 
@@ -48,31 +49,31 @@ Database = Annotated[str, Parameter(help="The database.")]
 From = Annotated[
     str,
     Parameter(
-        name="--from", help="Where changes begin: earliest, an instant, or positions as in [118,0,97]."
+        name="--from", help="Start of the changes: earliest, a timestamp, or positions as in [118,0,97]."
     ),
 ]
-To = Annotated[str, Parameter(name="--to", help="Where they end: latest, an instant, or positions.")]
+To = Annotated[str, Parameter(name="--to", help="End of the changes: latest, a timestamp, or positions.")]
 
 match_command = App(
     name="match",
     help_format="markdown",
-    help="""Match a range of changes with the subscriptions of the moment, and write deliveries.
+    help="""Match a range of changes with the current subscriptions, and write deliveries.
 
     tailrace pipeline match --database default --from 2026-01-01T00:00:00Z --checkpoint /var/lib/match-1
 
-With a checkpoint, a run that was killed is repeated exactly: nothing is delivered twice.
+With a checkpoint a killed run is repeated exactly: nothing is delivered twice.
 """,
 )
 rescan_command = App(
     name="rescan",
     help_format="markdown",
-    help="""Make the view of a collection again from its log, and compare it with the server's.
+    help="""Rebuild the view of a collection from its log, and compare it with that of the server.
 
     tailrace pipeline rescan --database default --collection orders
 
     tailrace pipeline rescan --database default --collection orders --apply
 
-Exit code 3 if there are differences that were not put right.
+Exit code 3 if there are differences that were not corrected.
 """,
 )
 stats_command = App(
@@ -86,7 +87,7 @@ stats_command = App(
 capture_command = App(
     name="capture",
     help_format="markdown",
-    help="""Keep a range of changes and the subscriptions of the moment, with some values masked.
+    help="""Store a range of changes and the current subscriptions, with some values masked.
 
     tailrace pipeline capture --changes default/orders --mask email,card.number --sample 0.01 --out ./orders-1
 """,
@@ -99,7 +100,7 @@ shadow_command = App(
     tailrace pipeline shadow --capture ./orders-1 --baseline installed --candidate tailrace-1.1.whl
 
 A version is a wheel, a directory that holds the package, a version number, or `installed`. The exit code is 0
-if both say the same and the candidate is not slower than allowed, 3 if not, 2 if it could not be found out.
+if both give the same result and the candidate is not too slow, 3 if not, 2 if the comparison failed.
 """,
 )
 
@@ -108,10 +109,14 @@ if both say the same and the candidate is not slower than allowed, 3 if not, 2 i
 def match(
     *,
     database: Database = "default",
-    collections: Annotated[str, Parameter(help="A glob: * is one part of a name, ** any number.")] = "**",
+    collections: Annotated[
+        str, Parameter(help="A glob: * matches one segment of a name, ** any number.")
+    ] = "**",
     start: From = "earliest",
     end: To = "latest",
-    checkpoint: Annotated[str | None, Parameter(help="Where the choice of the run is kept.")] = None,
+    checkpoint: Annotated[
+        str | None, Parameter(help="Where the range and subscriptions of the run are stored.")
+    ] = None,
     engine: SparkOptions = DEFAULT_SPARK,
     session: Session = DEFAULT_SESSION,
 ) -> None:
@@ -129,12 +134,12 @@ def rescan(
     database: Database = "default",
     source: Annotated[
         Literal["log", "source"],
-        Parameter(name="--from", help="What is believed: log. The source of native collections is the log."),
+        Parameter(name="--from", help="The reference: log. The source of native collections is the log."),
     ] = "log",
     publish_view: Annotated[
-        bool, Parameter(negative="", help="Put the view that was made into the object store.")
+        bool, Parameter(negative="", help="Write the rebuilt view to the object store.")
     ] = False,
-    apply: Annotated[bool, Parameter(negative="", help="Have the server put differences right.")] = False,
+    apply: Annotated[bool, Parameter(negative="", help="Let the server correct the differences.")] = False,
     engine: SparkOptions = DEFAULT_SPARK,
     session: Session = DEFAULT_SESSION,
 ) -> int:
@@ -152,7 +157,7 @@ def rescan(
 def stats(
     *,
     database: Database = "default",
-    collection: Annotated[str | None, Parameter(help="Only this one.")] = None,
+    collection: Annotated[str | None, Parameter(help="Only this collection.")] = None,
     start: From = "earliest",
     end: To = "latest",
     engine: SparkOptions = DEFAULT_SPARK,
@@ -170,16 +175,16 @@ def stats(
 def capture(
     *,
     changes: Annotated[str, Parameter(help="Database and collection, as in default/orders.")],
-    out: Annotated[str, Parameter(help="A new directory, or the URL of a place in a bucket.")],
+    out: Annotated[str, Parameter(help="A new directory, or a URL in a bucket.")],
     start: From = "earliest",
     end: To = "latest",
-    sample: Annotated[float, Parameter(help="The share of documents whose changes are kept.")] = 1.0,
-    mask: Annotated[str, Parameter(help="Fields whose values are masked, by comma.")] = "",
+    sample: Annotated[float, Parameter(help="The share of documents whose changes are stored.")] = 1.0,
+    mask: Annotated[str, Parameter(help="Fields whose values are masked, separated by commas.")] = "",
     engine: SparkOptions = DEFAULT_SPARK,
     session: Session = DEFAULT_SESSION,
 ) -> None:
     if not 0 < sample <= 1:
-        raise UsageError("--sample is more than 0 and at most 1")
+        raise UsageError("--sample must be more than 0 and at most 1")
     database, collection = _split(changes)
     fields = tuple(field.strip() for field in mask.split(",") if field.strip())
     with _running(session, engine) as (spark, place):
@@ -192,9 +197,9 @@ def capture(
 @shadow_command.default
 def shadow(
     *,
-    baseline: Annotated[str, Parameter(help="The version that is believed.")] = "installed",
-    candidate: Annotated[str, Parameter(help="The version that is tried.")],
-    capture: Annotated[str | None, Parameter(help="A capture; without it, --changes.")] = None,
+    baseline: Annotated[str, Parameter(help="The reference version.")] = "installed",
+    candidate: Annotated[str, Parameter(help="The version to test.")],
+    capture: Annotated[str | None, Parameter(help="A capture; alternatively --changes.")] = None,
     changes: Annotated[str | None, Parameter(help="Database and collection, as in default/orders.")] = None,
     start: From = "earliest",
     end: To = "latest",
@@ -206,7 +211,7 @@ def shadow(
 ) -> int:
     try:
         if (capture is None) == (changes is None):
-            raise UsageError("what is compared is --capture or --changes")
+            raise UsageError("use either --capture or --changes")
         database, collection = ("", "") if changes is None else _split(changes)
         with _running(session, engine, asks_server=capture is None) as (spark, place):
             from tailrace.spark.live_queries.shadow_job import ShadowOptions, run_shadow, write_report
@@ -228,7 +233,7 @@ def shadow(
             _show(verdict.report(), session)
             print(f"the report is in {report}", file=sys.stderr)
     except (RefusedError, UnreachableError, UsageError) as error:
-        # 3 would say that the two differ.
+        # 3 would mean that the two differ.
         print(f"tailrace: {error}", file=sys.stderr)
         return ERROR
     return 0 if verdict.verdict == "pass" else FAILED
@@ -238,7 +243,7 @@ def shadow(
 def _running(
     session: Session, engine: SparkOptions, *, asks_server: bool = True
 ) -> Generator[tuple[Any, WatchClient]]:
-    """A Spark session and a server; what goes wrong becomes what every command says of it."""
+    """A Spark session and a server client; errors are mapped to those of the command line."""
     from tailrace.cli.spark_requirements import require_spark
 
     require_spark(engine.master)
@@ -274,7 +279,7 @@ def _running(
             raise RefusedError(first_line(error)) from None
         except ClientError as error:
             if error.code in ("connect_failed", "connection_lost"):
-                raise UnreachableError(f"no server answers at {session.url}") from None
+                raise UnreachableError(f"no server responds at {session.url}") from None
             raise RefusedError(error.message) from None
         except (
             RangeBoundError,
@@ -292,7 +297,7 @@ def _running(
 
 
 def first_line(error: Exception) -> str:
-    """What was wrong, without the stack of the machine behind it."""
+    """The message without the Java stack trace."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -306,7 +311,7 @@ def _bound(text: str) -> RangeBound:
 def _split(text: str) -> tuple[str, str]:
     database, slash, collection = text.partition("/")
     if not slash or not database or not collection:
-        raise UsageError("a collection is named as database/collection")
+        raise UsageError("a collection must be given as database/collection")
     return database, collection
 
 

@@ -1,4 +1,4 @@
-"""``tailrace profile``: what the records of a stream mean."""
+"""``tailrace profile``: show and change the profile of a stream."""
 
 from __future__ import annotations
 
@@ -53,19 +53,17 @@ def set_(
     *,
     redact: Annotated[
         tuple[str, ...],
-        Parameter(negative="", help="Key whose values are never stored, of evlog and otel-traces."),
+        Parameter(negative="", help="Key whose values are never stored (evlog and otel-traces)."),
     ] = (),
-    touch: Annotated[bool | None, Parameter(help="Touches, of state-protocol.")] = None,
+    touch: Annotated[bool | None, Parameter(help="Enable touches (state-protocol).")] = None,
     config: Annotated[str | None, Parameter(help="The rest of the profile, as a JSON object.")] = None,
     adopt: Annotated[
         bool,
-        Parameter(
-            negative="", help="Check the entries that the stream has, and let the profile hold for them too."
-        ),
+        Parameter(negative="", help="Check the existing entries, and apply the profile to them as well."),
     ] = False,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Give a stream a profile. The kind it has already is configured anew."""
+    """Set the profile of a stream, or change its configuration."""
     profile: dict[str, Any] = {"kind": kind, **_object(config)}
     if redact:
         profile["redactKeys"] = list(redact)

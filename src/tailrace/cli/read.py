@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _HELP: Final = """Read a stream up to its tail and stop.
 
 A JSON stream is printed one message per line, any other byte for byte. With `--json` every page is one line
-that also says where to go on (`next_offset`; null where `--limit` has cut a page of `--key` or `--filter`).
+that also has the offset to continue from (`next_offset`; null if `--limit` cuts a page of
+`--key` or `--filter`).
 
 For example:
 
@@ -51,14 +52,14 @@ def read(
     name: Annotated[str, Parameter(help="The stream.")],
     /,
     *,
-    offset: Annotated[str | None, Parameter(help="Where to begin; the start if not given.")] = None,
+    offset: Annotated[str | None, Parameter(help="Where to start; the beginning by default.")] = None,
     key: Annotated[str | None, Parameter(help="Only entries with this routing key.")] = None,
     limit: Annotated[
-        int | None, Parameter(name=("--limit", "-n"), help="At most so many entries, of a JSON stream.")
+        int | None, Parameter(name=("--limit", "-n"), help="Maximum number of entries, of a JSON stream.")
     ] = None,
     since: Annotated[
         str | None,
-        Parameter(help="Only entries of this time (RFC 3339) or later, or of the last 90s, 15m, 1h or 7d."),
+        Parameter(help="Only entries since this time (RFC 3339), or of the last 90s, 15m, 1h or 7d."),
     ] = None,
     matching: Annotated[
         str | None, Parameter(name="--filter", help="Only entries that match, for example 'status:>=500'.")
@@ -78,7 +79,7 @@ def read(
 
 
 def _limited(pages: Iterable[Page], limit: int, *, whole: bool) -> Iterator[Page]:
-    """The pages up to so many entries. `whole`: no entry between them was left out, so that offsets count."""
+    """The pages up to `limit` entries. `whole`: no entries are filtered out, so offsets can be computed."""
     import msgspec
 
     for page in pages:
@@ -91,7 +92,7 @@ def _limited(pages: Iterable[Page], limit: int, *, whole: bool) -> Iterator[Page
             yield page
         else:
             body = b"[" + b",".join(entries[:limit]) + b"]"
-            # Where to go on can be counted back only if every entry was shown.
+            # The next offset can be computed only if no entries are filtered out.
             after = entries_before(page.next_offset, len(entries) - limit) if whole else ""
             yield msgspec.structs.replace(page, body=body, next_offset=after, up_to_date=False, closed=False)
         limit -= len(entries)
@@ -100,7 +101,7 @@ def _limited(pages: Iterable[Page], limit: int, *, whole: bool) -> Iterator[Page
 
 
 def entries_before(offset: str, count: int, earliest: str | None = None) -> str:
-    """The offset so many entries before another one, and not before the earliest."""
+    """The offset `count` entries before another one, but not before the earliest."""
     from tailrace.protocol.offsets import encode_offset, parse_offset
 
     epoch, entry = parse_offset(offset)

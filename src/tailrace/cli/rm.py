@@ -10,9 +10,9 @@ from cyclopts import App, Parameter
 from tailrace.cli.errors import OK, REFUSED, RefusedError, UsageError, report_error
 from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, print_json
 
-_HELP: Final = """Delete streams and all of their entries. There is no way back.
+_HELP: Final = """Delete streams and all of their entries. This cannot be undone.
 
-On a terminal it asks before it deletes. Pass `--yes` in scripts, or to delete without being asked.
+On a terminal it asks for confirmation. Pass `--yes` in scripts, or to skip the question.
 
 For example:
 
@@ -27,7 +27,9 @@ command = App(name="rm", help=_HELP, help_format="markdown")
 @command.default
 def rm(
     *names: Annotated[str, Parameter(help="The streams.", required=True)],
-    yes: Annotated[bool, Parameter(name=("--yes", "-y"), negative="", help="Do not ask.")] = False,
+    yes: Annotated[
+        bool, Parameter(name=("--yes", "-y"), negative="", help="Do not ask for confirmation.")
+    ] = False,
     session: Session = DEFAULT_SESSION,
 ) -> int:
     from tailrace.client import ClientError
@@ -41,7 +43,7 @@ def rm(
                 client.stream(name).delete()
             except ClientError as error:
                 if not error.status:
-                    raise  # no server answered, and none would answer the next request
+                    raise  # the server is unreachable, also for the next request
                 failed = True
                 report_error(error, as_json=session.json)
                 continue

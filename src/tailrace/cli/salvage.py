@@ -1,4 +1,4 @@
-"""``tailrace salvage``: what can be read of a damaged data directory, in a new one."""
+"""``tailrace salvage``: copy the readable data of a damaged data directory into a new one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ cannot be read are left out, and everything else is copied: the other entries, k
 objects if they are in the data directory, and the identity of the server. Start a server on NEW with the same
 settings, and never again one on OLD: both would be the same server.
 
-Where entries are lost, those behind them follow those before: they get new numbers, and offsets that clients
-hold from there on are answered with 410. History in a bucket stays where it is. Entries whose stream has lost
-its name are in `salvaged/<number>`.
+Entries after lost ones get new numbers without a gap, and requests with old offsets after the loss get 410.
+History in a bucket does not move. Entries whose stream has lost its name are in `salvaged/<number>`.
 
 The report says what was copied and, for each stream, how many entries are missing and why. The hot store has
-no checksums of its pages: a value that was changed within a page cannot be told from a sound one. The exit
+no page checksums: a changed value within a page cannot be detected. The exit
 code is 0 if everything was copied and 1 if something is missing, or if the copy was refused.
 
 For example:
@@ -44,7 +43,7 @@ command = App(name="salvage", help=_HELP, help_format="markdown")
 @command.default
 def salvage(
     old: Annotated[Path, Parameter(help="The damaged data directory. No server may use it.")],
-    new: Annotated[Path, Parameter(help="The directory to make.")],
+    new: Annotated[Path, Parameter(help="The directory to create.")],
     /,
     *,
     json: Annotated[bool, Parameter(negative="", help="Print JSON, one object per line.")] = False,
@@ -61,7 +60,7 @@ async def _salvage(old: Path, new: Path, *, as_json: bool) -> int:
     layout = _layout(old, report)
     partial = new.with_name(f"{new.name}.partial")
     if partial.exists():
-        raise RefusedError(f"{partial} is left from an earlier attempt; delete it first")
+        raise RefusedError(f"{partial} is left over from an earlier attempt; delete it first")
     workers = [(layout.path(old, index), layout.path(partial, index)) for index in range(layout.workers)]
     async with progress_bar("copying", lambda: (report.bytes, None, _counted(report))):
         await asyncio.to_thread(copy, old, partial, workers, report)
@@ -74,11 +73,11 @@ def _check(old: Path, new: Path) -> None:
     import fcntl
 
     if not old.is_dir():
-        raise RefusedError(f"there is no data directory {old}")
+        raise RefusedError(f"data directory {old} not found")
     if new.exists() and (not new.is_dir() or any(new.iterdir())):
-        raise RefusedError(f"{new} exists and is not empty; name a directory that does not exist")
+        raise RefusedError(f"{new} exists and is not empty; use a new directory")
     if new == old or old in new.parents:
-        raise RefusedError(f"{new} lies in {old}; name a directory outside of it")
+        raise RefusedError(f"{new} is inside {old}; use a directory outside of it")
     if (old / "lock").is_file():
         with (old / "lock").open("rb") as file:
             try:
@@ -88,7 +87,7 @@ def _check(old: Path, new: Path) -> None:
 
 
 def _layout(old: Path, report: SalvageReport) -> Layout:
-    """How many workers there were; from their directories if workers.json cannot be read."""
+    """The layout; from the directories of workers if workers.json cannot be read."""
     from tailrace.cluster.layout import WORKERS_DIRECTORY, Layout, read_layout
     from tailrace.common.errors import TailraceError
 
@@ -105,7 +104,7 @@ def _layout(old: Path, report: SalvageReport) -> Layout:
 
 
 def _finish(partial: Path, new: Path, layout: Layout) -> None:
-    """The copy gets its name when all of it is durable."""
+    """Rename the copy when all of it is durable."""
     from tailrace.cluster.layout import write_layout
     from tailrace.storage.data_directory import sync_directory
 

@@ -1,4 +1,4 @@
-"""``tailrace schema``: a stream's registry: schema versions, lenses, routing key and searchable fields."""
+"""``tailrace schema``: the registry of a stream: schema versions, lenses, routing key and search fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailrace.cli.session import (
     write_output,
 )
 
-_HELP: Final = """Show and change what the records of a stream look like.
+_HELP: Final = """Show and change the schema of a stream.
 
 For example:
 
@@ -56,17 +56,15 @@ def set_(
         ),
     ] = None,
     search: Annotated[
-        str | None, Parameter(help="File with the searchable fields; none removes them.")
+        str | None, Parameter(help="File with the searchable fields; `none` removes them.")
     ] = None,
     routing_key: Annotated[
-        str | None, Parameter(help="JSON pointer to the key in each record; none removes it.")
+        str | None, Parameter(help="JSON pointer to the key in each record; `none` removes it.")
     ] = None,
     required: Annotated[bool, Parameter(negative="", help="Refuse records without a routing key.")] = False,
     adopt: Annotated[
         bool,
-        Parameter(
-            negative="", help="Check the entries that the stream has, and let the schema hold for them too."
-        ),
+        Parameter(negative="", help="Check the existing entries, and apply the schema to them as well."),
     ] = False,
     session: Session = DEFAULT_SESSION,
 ) -> None:
@@ -80,7 +78,7 @@ def set_(
         key = {"jsonPointer": routing_key, "required": required}
         body["routingKey"] = None if routing_key == "none" else key
     elif required:
-        raise UsageError("--required needs --routing-key")
+        raise UsageError("--required requires --routing-key")
     if not body:
         raise UsageError("nothing to set: give --schema, --search or --routing-key")
     post = adopt_json if adopt else post_json
@@ -99,12 +97,12 @@ def evolve(
         ),
     ],
     lens: Annotated[
-        str, Parameter(help="File with the lens to it: the whole of it, or only its array of operations.")
+        str, Parameter(help="File with the lens to it: the whole lens, or only its array of operations.")
     ],
-    search: Annotated[str | None, Parameter(help="File with the searchable fields from then on.")] = None,
+    search: Annotated[str | None, Parameter(help="File with the new searchable fields.")] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Go on to the next schema version. Older entries are shown through the lens from then on."""
+    """Add the next schema version. Older entries are then read through the lens."""
     path = stream_path(stream, "_schema")
     body: dict[str, Any] = {"schema": _read(schema), "lens": _read(lens)}
     if isinstance(body["lens"], list):
@@ -125,7 +123,7 @@ def _read(file: str) -> Any:
     try:
         raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+        raise UsageError(f"cannot read {file}: {error.strerror}") from None
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""``tailrace seal``: what is only on the server's disk goes to the object store now."""
+"""``tailrace seal``: move all data to the object store now."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailrace.cli.session import (
 
 _HELP: Final = """Seal a stream, or all of them, without waiting for their size or age.
 
-It returns when everything appended before is in segments on the object store and in the manifests.
+It returns when all earlier appends are in segments in the object store and in the manifests.
 
 For example:
 
@@ -33,13 +33,13 @@ command = App(name="seal", help=_HELP, help_format="markdown")
 
 @command.default
 def seal(
-    stream: Annotated[str, Parameter(help="The stream; all of them if left out.")] = "",
+    stream: Annotated[str, Parameter(help="The stream; by default all.")] = "",
     /,
     *,
     session: Session = DEFAULT_SESSION,
 ) -> None:
     path = "/v1/server/_seal" + (f"?{urlencode({'stream': stream})}" if stream else "")
-    # 202: not done within one request's time, and still going on.
+    # 202: not done within the request timeout; the server continues.
     while (answer := send_request(session, "POST", path)).status_code == 202:
         pass
     if answer.status_code != 200:

@@ -1,4 +1,4 @@
-"""``tailrace search``: the records of a stream that match a query."""
+"""``tailrace search``: search the records of a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tailrace.cli.session import (
     write_output,
 )
 
-_HELP: Final = """Search the records of a stream: everything that was acknowledged, also what is brand new.
+_HELP: Final = """Search all acknowledged records of a stream, including the most recent ones.
 
 The query is like `service:checkout status:>=500 "payment failed"`: fields, words, phrases, AND, OR, NOT.
 
@@ -32,7 +32,7 @@ For example:
 
     tailrace search events 'service:checkout' --json | jq .source.message
 
-The table shows fields that have values; `--json` gives whole records with their offsets.
+The table shows fields that have values; `--json` prints whole records with their offsets.
 
 Exit code 3, with a message on standard error, means that not all rows were examined in time.
 """
@@ -45,18 +45,18 @@ command = App(name="search", help=_HELP, help_format="markdown")
 @command.default
 def search(
     stream: Annotated[str, Parameter(help="The stream.")],
-    query: Annotated[str, Parameter(help="What to look for.")],
+    query: Annotated[str, Parameter(help="The query.")],
     /,
     *,
-    size: Annotated[int, Parameter(help="At most so many hits, 1 to 500.")] = 20,
+    size: Annotated[int, Parameter(help="Maximum number of hits, 1 to 500.")] = 20,
     sort: Annotated[
         list[str] | None,
-        Parameter(
-            negative="", help="A field, _score or offset, with :asc or :desc; may be given repeatedly."
-        ),
+        Parameter(negative="", help="A field, _score or offset, with :asc or :desc; may be repeated."),
     ] = None,
-    after: Annotated[str, Parameter(help="Where to go on: the array that the page before ended with.")] = "",
-    timeout_ms: Annotated[int | None, Parameter(help="Answer with what is found by then.")] = None,
+    after: Annotated[
+        str, Parameter(help="Where to continue: the array printed after the previous page.")
+    ] = "",
+    timeout_ms: Annotated[int | None, Parameter(help="Return the hits found within this time.")] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
     import orjson
@@ -68,7 +68,7 @@ def search(
         try:
             body["search_after"] = orjson.loads(after)
         except orjson.JSONDecodeError:
-            raise RefusedError("--after must be a JSON array, as the page before showed it") from None
+            raise RefusedError("--after must be the JSON array printed after the previous page") from None
     if timeout_ms is not None:
         body["timeout_ms"] = timeout_ms
     from tailrace.client import model
@@ -86,7 +86,7 @@ def search(
 
 
 def _send_search(session: Session, stream: str, body: dict[str, object]) -> bytes:
-    """The answer; one that ran out of time is an answer too."""
+    """The body of the response, also of a search that timed out."""
     import orjson
 
     answer = send_request(session, "POST", stream_path(stream, "_search"), orjson.dumps(body))
@@ -96,7 +96,7 @@ def _send_search(session: Session, stream: str, body: dict[str, object]) -> byte
 
 
 def _show(query: str, hits: list[dict[str, Any]], sort: list[str]) -> None:
-    """The fields that have values, as many as there is room for: those sorted by first, then the query's."""
+    """Print the fields with values, as many as fit: sort fields first, then those of the query."""
     from rich.table import Table
     from rich.text import Text
 
@@ -132,7 +132,7 @@ def _show(query: str, hits: list[dict[str, Any]], sort: list[str]) -> None:
 
 
 def _sorted_by(sort: list[str]) -> list[tuple[str, str]]:
-    """The fields that `--sort` names, with an arrow up or down. The score has a column of its own."""
+    """The fields of `--sort`, with an arrow up or down, except for the score, which has its own column."""
     parts = [text.partition(":") for text in sort]
     return [(name, "↓" if way == "desc" else "↑") for name, _, way in parts if name != "_score"]
 
@@ -141,12 +141,12 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    # No terminal shows half a character.
+    # A terminal cannot show lone surrogates.
     return text.encode(errors="replace").decode()
 
 
 def _print_summary(found: dict[str, Any]) -> None:
-    """How much that was, apart from the hits themselves: on the error output, out of a pipe's way."""
+    """Print the summary to standard error, so that a pipe only gets the hits."""
     import orjson
 
     total = found["total"]

@@ -1,4 +1,4 @@
-"""``tailrace serve``: its flags are the table of settings."""
+"""``tailrace serve``: its flags are the settings table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cyclopts import App, Group, Parameter
 from tailrace.common.settings import SETTINGS_TABLE, Setting
 from tailrace.common.settings_loading import load_settings
 
-_HELP = """Start a server and keep it running until SIGTERM or Ctrl-C, which finish what is under way first.
+_HELP = """Start a server and run it until SIGTERM or Ctrl-C, which finish requests in progress first.
 
-Without flags it listens on http://127.0.0.1:4437 and keeps its data in ./tailrace-data.
+Without flags it listens on http://127.0.0.1:4437 and stores its data in ./tailrace-data.
 
 For example:
 
@@ -27,13 +27,13 @@ For example:
     TAILRACE_AUTH_JWT_SECRET=... tailrace serve --host 0.0.0.0
 
 Every flag may also be given as a variable (`--data-dir` is `TAILRACE_DATA_DIR`) or in `tailrace.toml`
-(`data_dir`). A flag wins over a variable, a variable over the file. Sizes take units (`64MiB`), times too
-(`30s`). Give secrets as variables: flags can be read in the process list.
+(`data_dir`). A flag overrides a variable, a variable the file. Sizes and times have units (`64MiB`,
+`30s`). Give secrets as variables: flags can be read in the process list.
 
 `--help` shows the settings that most servers need, `--help-all` every setting and limit.
 """
 
-# What `--help` shows. The others tune, bound or connect something that few change.
+# Shown by `--help`; the others are rarely changed.
 ESSENTIAL = (
     "host",
     "port",
@@ -74,7 +74,7 @@ def _serve(flags: Mapping[str, str | bool | None]) -> int:
 
 
 def parameter_of(setting: Setting, group: Group, flag: str) -> inspect.Parameter:
-    """A row of the table as a parameter of a command."""
+    """A setting as a parameter of a command."""
     default = str(setting.default).lower() if setting.kind == "bool" else str(setting.default)
     text = setting.help + (f" [default: {default}{_unit(setting)}]" if default else "")
     if setting.choices:
@@ -91,7 +91,7 @@ def _unit(setting: Setting) -> str:
 
 
 def command_for(arguments: Sequence[str]) -> App:
-    """With the flags that are named alone: to declare them all takes longer than to open a log.
+    """A command with only the flags in `arguments`: declaring all takes longer than opening a log.
 
     `--help` shows the essential ones. `--help-all`, and a name that is not a flag, get all of them.
     """
@@ -108,7 +108,7 @@ def _declared(rows: Iterable[Setting]) -> App:
 
     settings, limits = Group("Settings", sort_key=1), Group("Limits", sort_key=2)
     parameters = [parameter_of(row, limits if row.limit else settings, row.flag) for row in rows]
-    # The command line reads a function's signature, so the table is given to it as one.
+    # cyclopts reads the signature of a function, so the table is converted to one.
     serve.__signature__ = inspect.Signature(parameters)
     serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = App(

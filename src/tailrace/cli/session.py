@@ -1,9 +1,4 @@
-"""Connection of a command to a server: options, client, plain requests, and output.
-
-What every command that talks to a server shares: where it is, who asks, and how answers are printed.
-
-One plain request to a server, for commands whose answer is a JSON document.
-"""
+"""Connection of a command to a server: options, client, plain requests, and output."""
 
 from __future__ import annotations
 
@@ -33,22 +28,24 @@ _GROUP: Final = Group("Connection and output", sort_key=9)
 
 
 def with_scheme(address: str) -> str:
-    """`localhost:5101` as a URL; an address that names its scheme stays as it is."""
+    """Add http:// to an address without a scheme, such as `localhost:5101`."""
     return address if "://" in address else f"http://{address}"
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Flags of all commands that talk to a server."""
+    """Flags of all commands that use a server."""
 
     url: Annotated[
         str,
-        Parameter(env_var=URL_VARIABLES, group=_GROUP, help="The server; http:// may be left out."),
+        Parameter(env_var=URL_VARIABLES, group=_GROUP, help="The server; http:// is optional."),
     ] = URL_DEFAULT
     token: Annotated[
         str | None,
-        Parameter(env_var="TAILRACE_TOKEN", group=_GROUP, help="Access token; better given as the variable."),
+        Parameter(
+            env_var="TAILRACE_TOKEN", group=_GROUP, help="Access token; preferably given as the variable."
+        ),
     ] = None
     json: Annotated[bool, Parameter(group=_GROUP, negative="", help="Print JSON, one object per line.")] = (
         False
@@ -63,7 +60,7 @@ DEFAULT_SESSION: Final = Session()
 
 @contextmanager
 def connect_client(session: Session) -> Generator[Client]:
-    """A client that gives up soon: a person is waiting."""
+    """A client with short retries, as a person is waiting."""
     from tailrace.cli.errors import unreachable
     from tailrace.client import Client, ClientError, Retries
 
@@ -79,7 +76,7 @@ def connect_client(session: Session) -> Generator[Client]:
 
 
 def write_output(line: bytes) -> None:
-    """Write to standard output as it is, so that bytes stay bytes in a pipe."""
+    """Write bytes to standard output unchanged."""
     sys.stdout.buffer.write(line)
 
 
@@ -88,16 +85,16 @@ def flush_output() -> None:
 
 
 def print_empty(what: str) -> None:
-    """An empty list: said on standard error, so that whoever reads the output finds nothing in it."""
+    """Report an empty list on standard error, so that standard output stays empty."""
     flush_output()
     sys.stderr.write(f"no {what}\n")
 
 
 def exit_on_interrupt() -> None:
-    """From here on Ctrl-C ends the program at once, as something that was to be expected.
+    """From here on Ctrl-C exits at once with code 0.
 
-    For commands that go on until then and flush what they show. An exception would be lost if it came up
-    where nothing can be raised, in a destructor for example, and the command would go on.
+    For commands that run until Ctrl-C and flush their output. A KeyboardInterrupt would be lost where nothing
+    can be raised, as in a destructor, and the command would continue.
     """
 
     def leave(_number: int, _frame: FrameType | None) -> None:
@@ -113,7 +110,7 @@ def print_json(value: object) -> None:
 
 
 def single_line_json(message: bytes) -> bytes:
-    """A JSON message without the line breaks it may have been written with; its tokens stay as they are."""
+    """A JSON message on one line; its tokens are not changed."""
     if b"\n" not in message and b"\r" not in message:
         return message
     import msgspec
@@ -121,7 +118,7 @@ def single_line_json(message: bytes) -> bytes:
     try:
         return msgspec.json.format(message, indent=-1)
     except msgspec.DecodeError:
-        # It does not take lone surrogates. A line break of JSON is always between two tokens.
+        # orjson refuses lone surrogates. Line breaks in JSON are always between two tokens.
         return message.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
@@ -136,24 +133,24 @@ def stream_path(stream: str, resource: str) -> str:
 
 
 def get_json(session: Session, path: str) -> dict[str, Any]:
-    """The document at a path, or the refusal as an error."""
+    """GET a JSON document; an error response is raised."""
     return _call(session, "GET", path, None)
 
 
 def delete_resource(session: Session, path: str) -> None:
-    """Removes what is at a path, or the refusal as an error."""
+    """DELETE a resource; an error response is raised."""
     _call(session, "DELETE", path, None)
 
 
 def post_json(session: Session, path: str, body: object) -> dict[str, Any]:
-    """The document that comes back for one, or the refusal as an error."""
+    """POST a JSON document and return that of the response; an error response is raised."""
     import orjson
 
     return _call(session, "POST", path, orjson.dumps(body))
 
 
 def adopt_json(session: Session, path: str, body: object) -> dict[str, Any]:
-    """As `post_json`, for what a stream with entries is to adopt; tells how far its check is."""
+    """As `post_json` with `adopt=true`: shows the progress of the check of existing entries."""
     import httpx2
     import orjson
 
@@ -179,7 +176,7 @@ def adopt_json(session: Session, path: str, body: object) -> dict[str, Any]:
 
 
 def _follow_progress(lines: Iterator[str]) -> dict[str, Any]:
-    """The result at the end of an answer that tells its progress."""
+    """Show the progress lines of a response, and return the result at its end."""
     import orjson
 
     from tailrace.client.errors import error_from
@@ -212,7 +209,7 @@ def _call(session: Session, method: str, path: str, body: bytes | None) -> dict[
 def send_request(
     session: Session, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> httpx2.Response:
-    """What the server answers, whatever it is. Nothing is sent twice."""
+    """Send one request without retries, and return the response with any status."""
     import httpx2
 
     path = _check_plain_path(path)
@@ -227,19 +224,19 @@ def send_request(
 
 
 def _check_plain_path(path: str) -> str:
-    """The client of HTTP would resolve dots, and something else would be read, changed or deleted."""
+    """The HTTP client would resolve dots, and the request would be for another resource."""
     if any(segment in (".", "..") for segment in path.partition("?")[0].split("/")):
-        raise UsageError(f"a path has no '.' or '..' segments: {path}")
+        raise UsageError(f"a path must not have '.' or '..' segments: {path}")
     return path
 
 
 def require_server(session: Session) -> None:
-    """Somebody answers: asked before something is begun that takes longer than saying that nobody does."""
+    """Check that the server responds before something slow is started."""
     send_request(session, "GET", "/healthz")
 
 
 def authorization_header(session: Session) -> dict[str, str]:
-    """The header that says who asks. An address or a token that cannot be is told here."""
+    """The authorization header. Invalid URLs and tokens are reported here."""
     from tailrace.client import transport
 
     try:
@@ -253,14 +250,14 @@ def authorization_header(session: Session) -> dict[str, str]:
         value = settings.authorization()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    # Whoever makes a connection would be told that some file is missing, and not which.
+    # The error of the HTTP client would not name the missing file.
     if (trusted := os.environ.get("SSL_CERT_FILE")) and not Path(trusted).is_file():
-        raise UsageError(f"SSL_CERT_FILE names no file: {trusted}")
+        raise UsageError(f"SSL_CERT_FILE: file {trusted} not found")
     return {} if value is None else {"Authorization": value.decode()}
 
 
 def server_error(answer: httpx2.Response) -> Exception:
-    """What the server says about a refusal, with the code that scripts look at."""
+    """An error response as an exception, with its error code."""
     from tailrace.client.errors import error_from
 
     return error_from(answer.status_code, dict(answer.headers), answer.content)

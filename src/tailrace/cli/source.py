@@ -1,4 +1,4 @@
-"""``tailrace source``: databases outside that collections follow."""
+"""``tailrace source``: external databases that collections follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tailrace.cli.session import (
     write_output,
 )
 
-_HELP: Final = """Follow databases outside: their tables become collections that stay true.
+_HELP: Final = """Replicate tables of external databases into collections.
 
 A source is named by the Tailrace database and a name of its own. For example:
 
@@ -45,7 +45,7 @@ Name = Annotated[str, Parameter(help="Database and source.")]
 def _path(name: str) -> str:
     database, rest = split_database(name)
     if "/" in rest:
-        raise UsageError(f"{name!r} is a database and a source, as in default/pg1")
+        raise UsageError(f"{name!r} must be database/source, as in default/pg1")
     return f"/v1/databases/{database}/sources/{rest}"
 
 
@@ -58,32 +58,31 @@ def add(
         list[str],
         Parameter(
             negative="",
-            help="schema.table=collection, with :column,column behind it if the key is not the primary key;"
-            " of MongoDB database.collection=collection; repeatable.",
+            help="schema.table=collection, followed by :column,column if the key is not the primary key;"
+            " for MongoDB database.collection=collection; may be repeated.",
         ),
     ],
-    kind: Annotated[
-        Literal["postgres", "mongo"], Parameter(help="What the connection string leads to.")
-    ] = "postgres",
+    kind: Annotated[Literal["postgres", "mongo"], Parameter(help="The kind of the database.")] = "postgres",
     stream: Annotated[str, Parameter(help="Follow this stream instead; --table is type=collection.")] = "",
-    dsn_env: Annotated[str, Parameter(help="Variable that has the connection string.")] = "",
-    dsn_file: Annotated[str, Parameter(help="File that has the connection string.")] = "",
+    dsn_env: Annotated[str, Parameter(help="Variable with the connection string.")] = "",
+    dsn_file: Annotated[str, Parameter(help="File with the connection string.")] = "",
     publication: Annotated[str, Parameter(help="PostgreSQL: the publication of the tables.")] = "tailrace",
-    slot: Annotated[str, Parameter(help="PostgreSQL: the replication slot; made if it is missing.")] = "",
+    slot: Annotated[str, Parameter(help="PostgreSQL: the replication slot; created if it is missing.")] = "",
     on_gap: Annotated[
-        Literal["rescan", "hold"], Parameter(help="What to do when something is missing.")
+        Literal["rescan", "hold"], Parameter(help="What to do if changes are missing.")
     ] = "rescan",
     initial: Annotated[
-        Literal["load", "now"], Parameter(help="load: copy first. now: begin with the next change.")
+        Literal["load", "now"],
+        Parameter(help="load: copy the tables first. now: start with the next change."),
     ] = "load",
     numeric: Annotated[
-        Literal["string", "double"], Parameter(help="PostgreSQL: how numeric is shown.")
+        Literal["string", "double"], Parameter(help="PostgreSQL: the representation of numeric.")
     ] = "string",
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Follow a database or a stream of records with the profile state-protocol, or change how."""
+    """Add or change a source: a database, or a stream with the profile state-protocol."""
     if sum(map(bool, (dsn_env, dsn_file, stream))) != 1:
-        raise UsageError("a source is named by one of --dsn-env, --dsn-file and --stream")
+        raise UsageError("use exactly one of --dsn-env, --dsn-file and --stream")
     given: dict[str, Any] = {"collections": dict(_mapped(text) for text in table), "onGap": on_gap}
     if stream:
         given |= {"kind": "stream", "stream": stream}
@@ -102,7 +101,7 @@ def _mapped(text: str) -> tuple[str, dict[str, Any]]:
     table, equals, rest = text.partition("=")
     collection, _, key = rest.partition(":")
     if not equals or not collection:
-        raise UsageError(f"{text!r} is not of the form schema.table=collection")
+        raise UsageError(f"{text!r} must have the form schema.table=collection")
     found: dict[str, Any] = {"collection": collection}
     if key:
         found["key"] = key.split(",")
@@ -111,7 +110,7 @@ def _mapped(text: str) -> tuple[str, dict[str, Any]]:
 
 @command.command
 def status(name: Name, /, *, session: Session = DEFAULT_SESSION) -> None:
-    """Say how a source is doing."""
+    """Show the status of a source."""
     _print(request_json(session, "GET", _path(name)), session)
 
 
@@ -139,7 +138,7 @@ def ls(
 
 @command.command
 def resync(name: Name, /, *, session: Session = DEFAULT_SESSION) -> None:
-    """Copy everything again. Whoever watches has to begin again, too."""
+    """Copy everything again; live queries start again as well."""
     _print(request_json(session, "POST", f"{_path(name)}/resync"), session)
 
 
@@ -148,17 +147,17 @@ def rm(
     name: Name,
     /,
     *,
-    keep_slot: Annotated[bool, Parameter(negative="", help="Leave the slot in PostgreSQL.")] = False,
+    keep_slot: Annotated[bool, Parameter(negative="", help="Do not drop the slot in PostgreSQL.")] = False,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Follow a source no more. Its collections stay as they are, and a slot it had is dropped."""
+    """Remove a source. Its collections are not changed, its slot is dropped."""
     removed = request_json(session, "DELETE", _path(name), query="keepSlot=1" if keep_slot else "")
     if session.json:
         print_json(removed)
     slot = removed["slot"]
     if slot is not None and not removed["slotDropped"]:
         print(
-            f"tailrace: the slot could not be dropped ({removed['reason']}) and keeps the database's log."
+            f"tailrace: the slot could not be dropped ({removed['reason']}) and retains the database log."
             f" Run there: SELECT pg_drop_replication_slot('{slot}')",
             file=sys.stderr,
         )

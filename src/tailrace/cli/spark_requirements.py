@@ -1,4 +1,4 @@
-"""What commands that start Spark need here, said in one line before Spark says it in its own way."""
+"""Checks the requirements of Spark first, for a clear error message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.cli.errors import RefusedError
 
 
 def require_spark(master: str) -> None:
-    """PySpark, and a Java that is new enough; a Connect server has one of its own."""
+    """Require PySpark and a recent Java; a Spark Connect server has its own Java."""
     if find_spec("pyspark") is None:
         raise RefusedError("this needs Spark: pip install 'tailrace[spark]', and Java 17 or newer")
     if not master.startswith("sc://"):
@@ -28,5 +28,5 @@ def _require_java() -> None:
         )
     home = os.environ.get("JAVA_HOME")
     if home and Path(found).parent != Path(home) / "bin":
-        # Spark would take the one of JAVA_HOME, which is not there or too old.
+        # Spark would use JAVA_HOME, which is missing or too old.
         del os.environ["JAVA_HOME"]

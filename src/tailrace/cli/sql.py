@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from tailrace.spark.sql import SqlSession
 
-_HELP: Final = """Ask streams questions in SQL. Every stream is a table under its name.
+_HELP: Final = """Query streams in SQL. Every stream is a table with its name.
 
-Without a query there is a prompt, which keeps the session: Spark takes some seconds to start. A statement
-ends with a semicolon there.
+Without a query there is a prompt, which reuses the session: Spark takes some seconds to start. There a
+statement ends with a semicolon.
 
 For example:
 
@@ -40,8 +40,8 @@ For example:
     tailrace sql "select * from orders where entry > 1000" --out orders.parquet
 
 Columns are stream, key, value, offset, entry, timestamp and epoch; on JSON streams also json, a VARIANT, and
-the top-level properties of the schema. tailrace.streams, tailrace.segments and tailrace.companions show what
-there is.
+the top-level properties of the schema. tailrace.streams, tailrace.segments and tailrace.companions list what
+exists.
 """
 _SPARK: Final = Group("Spark", sort_key=8)
 _ROWS_SHOWN_MAX: Final = 1000
@@ -52,15 +52,15 @@ command = App(name="sql", help=_HELP, help_format="markdown")
 
 @command.default
 def sql(
-    query: Annotated[str | None, Parameter(help="One statement; without it, a prompt.")] = None,
+    query: Annotated[str | None, Parameter(help="One statement; by default a prompt.")] = None,
     /,
     *,
-    csv: Annotated[bool, Parameter(negative="", help="Print CSV with a line of names.")] = False,
+    csv: Annotated[bool, Parameter(negative="", help="Print CSV with a header line.")] = False,
     out: Annotated[
         Path | None, Parameter(help="Write Parquet files to this new directory instead of printing.")
     ] = None,
     as_of: Annotated[
-        str | None, Parameter(help="Where streams end: an offset, or an instant as in RFC 3339.")
+        str | None, Parameter(help="Read streams up to an offset, or an RFC 3339 timestamp.")
     ] = None,
     master: Annotated[
         str, Parameter(env_var="TAILRACE_PIPELINE_MASTER", group=_SPARK, help="Where Spark runs.")
@@ -68,9 +68,9 @@ def sql(
     session: Session = DEFAULT_SESSION,
 ) -> None:
     if sum((csv, session.json, out is not None)) > 1:
-        raise UsageError("--json, --csv and --out exclude each other")
+        raise UsageError("use only one of --json, --csv and --out")
     if query is None and out is not None:
-        raise UsageError("--out needs a query")
+        raise UsageError("--out requires a query")
     require_spark(master)
     from tailrace.spark.options import OptionError
     from tailrace.spark.sql import parse_as_of
@@ -99,7 +99,7 @@ def sql(
 
 
 def _answer(shell: SqlSession, query: str, printing: str, out: Path | None, *, here: bool = False) -> None:
-    """`here`: files are written by this process, since executors may be on other machines."""
+    """Run one query. `here`: this process writes the files, as executors may be on other machines."""
     from pyspark.errors import PySparkException
 
     from tailrace.spark.options import OptionError
@@ -130,14 +130,14 @@ def _write_here(found: DataFrame, out: Path) -> None:
 
 
 def _first_line(error: Any) -> str:
-    """What was wrong, without the stack of the machine behind it."""
+    """The message without the Java stack trace."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def _prompt(shell: SqlSession, printing: str) -> None:
     if sys.stdin.isatty():
-        print("end a statement with ; and leave with Ctrl-D", file=sys.stderr)
+        print("end a statement with ; and exit with Ctrl-D", file=sys.stderr)
     text = ""
     while True:
         try:
@@ -161,7 +161,7 @@ def _prompt(shell: SqlSession, printing: str) -> None:
 
 
 def _line(sign: str) -> str:
-    """A line of somebody who types, or of a pipe, which wants to see no prompt."""
+    """Read a line, with a prompt on a terminal only."""
     if sys.stdin.isatty():
         return input(sign)
     line = sys.stdin.readline()
@@ -190,7 +190,7 @@ def _print(found: DataFrame, printing: str) -> None:
 
 
 def _printable(found: DataFrame) -> DataFrame:
-    """Variants as their JSON: nothing else of this machine can print them."""
+    """Convert variants to JSON, as they cannot be printed otherwise."""
     from pyspark.sql.functions import col, to_json
     from pyspark.sql.types import VariantType
 

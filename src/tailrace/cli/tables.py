@@ -1,4 +1,4 @@
-"""Tables of rows: as wide as the terminal, and one line for each row in a pipe."""
+"""Tables: as wide as the terminal, and one line for each row in a pipe."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PIPE_CELLS: Final = 10_000  # more than any row has
+_PIPE_CELLS: Final = 10_000  # wider than any row
 
 
 class Column(NamedTuple):
-    """`fold`: it may become narrower than its cells, which then take several lines."""
+    """`fold`: its cells may be wrapped."""
 
     title: str
     right: bool = False
@@ -22,7 +22,7 @@ class Column(NamedTuple):
 
 
 def make_console() -> Console:
-    """Where tables are printed. The next program in a pipe has no width that rows would have to fit."""
+    """The console for tables; in a pipe rows are not wrapped."""
     from rich.console import Console
 
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ

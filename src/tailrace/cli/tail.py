@@ -12,7 +12,7 @@ from tailrace.cli.session import DEFAULT_SESSION, Session, connect_client, exit_
 
 _HELP: Final = """Follow a stream: print what is appended from now on, until the stream is closed or Ctrl-C.
 
-A lost connection is taken up again where it broke, so nothing is missed and nothing comes twice.
+A lost connection is resumed, without gaps or duplicates.
 
 For example:
 
@@ -38,23 +38,23 @@ def tail(
     /,
     *,
     last: Annotated[
-        int | None, Parameter(name=("-n", "--last"), help="Print so many of the last entries first.")
+        int | None, Parameter(name=("-n", "--last"), help="First print this many of the last entries.")
     ] = None,
-    from_start: Annotated[bool, Parameter(negative="", help="Print everything first, then follow.")] = False,
+    from_start: Annotated[bool, Parameter(negative="", help="Start at the beginning of the stream.")] = False,
     offset: Annotated[
-        str | None, Parameter(help="Where to begin: now (if not given), -1 (the start) or an offset.")
+        str | None, Parameter(help="Where to start: now (the default), -1 (the start) or an offset.")
     ] = None,
     key: Annotated[str | None, Parameter(help="Only entries with this routing key.")] = None,
     since: Annotated[
         str | None,
-        Parameter(help="Begin at this time (RFC 3339), or with the entries of the last 90s, 15m, 1h or 7d."),
+        Parameter(help="Start at this time (RFC 3339), or with the last 90s, 15m, 1h or 7d."),
     ] = None,
     matching: Annotated[
         str | None,
         Parameter(name="--filter", help="Only entries that match, for example 'status:>=500'; by long-poll."),
     ] = None,
     mode: Annotated[
-        Literal["sse", "long-poll"] | None, Parameter(help="How to wait for entries; sse if not given.")
+        Literal["sse", "long-poll"] | None, Parameter(help="How to wait for entries; sse by default.")
     ] = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
@@ -63,12 +63,12 @@ def tail(
     if last is not None:
         _check_last(last, narrowed=bool(from_start or offset or since or key or matching))
     if mode == "sse" and matching is not None:
-        raise UsageError("a filter needs --mode long-poll")
+        raise UsageError("--filter requires --mode long-poll")
     if from_start and offset is not None:
-        raise UsageError("--from-start and --offset say two things about the beginning")
+        raise UsageError("use either --from-start or --offset, not both")
     since = None if since is None else parse_past_time(since, "--since")
     with connect_client(session) as client:
-        # A name that does not exist is told at once; following would wait for the server instead.
+        # Report a missing stream at once; following would retry instead.
         info = client.stream(name).head()
         start = "-1" if from_start else "now" if offset is None else offset
         if last is not None:
@@ -84,4 +84,4 @@ def _check_last(last: int, *, narrowed: bool) -> None:
     if last < 0:
         raise UsageError("-n must be 0 or more")
     if narrowed:
-        raise UsageError("-n excludes --from-start, --offset, --since, --key and --filter")
+        raise UsageError("-n cannot be combined with --from-start, --offset, --since, --key or --filter")

@@ -1,4 +1,4 @@
-"""``tailrace token``: make, read and revoke access tokens."""
+"""``tailrace token``: create, inspect and revoke access tokens."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ command = App(name="token", help=_HELP, help_format="markdown")
 @command.command
 def create(
     *,
-    sub: Annotated[str, Parameter(help="Whom the token is for.")],
+    sub: Annotated[str, Parameter(help="The subject of the token.")],
     scope: Scopes,
     streams: Prefixes = None,
     db: Databases = None,
     actor_id: ActorId = None,
-    expires: Annotated[str, Parameter(help="Lifetime, such as 30m, 8h or 90d; never for none.")] = "1h",
+    expires: Annotated[str, Parameter(help="Lifetime, such as 30m, 8h or 90d, or never.")] = "1h",
     secret: Annotated[
         str | None, Parameter(env_var="TAILRACE_AUTH_JWT_SECRET", help="The server's secret.")
     ] = None,
     issuer: Annotated[str, Parameter(env_var="TAILRACE_AUTH_ISSUER", help="The iss claim.")] = "",
     audience: Annotated[str, Parameter(env_var="TAILRACE_AUTH_AUDIENCE", help="The aud claim.")] = "",
     config: Annotated[
-        str, Parameter(help="The server's settings file, for what is not given: secret, issuer, audience.")
+        str, Parameter(help="The server's settings file, for absent flags: secret, issuer, audience.")
     ] = "",
     json: AsJson = False,
 ) -> None:
-    """Make a token signed with the server's secret (HS256) and print it."""
+    """Create a token signed with the server's secret (HS256) and print it."""
     from tailrace.auth import create_token
 
     if config:
@@ -59,7 +59,7 @@ def create(
         secret = secret or settings.auth_jwt_secret
         issuer, audience = issuer or settings.auth_issuer, audience or settings.auth_audience
     if not secret:
-        raise UsageError("the secret is missing: set TAILRACE_AUTH_JWT_SECRET to the server's")
+        raise UsageError("the secret is missing: set TAILRACE_AUTH_JWT_SECRET to that of the server")
     token = create_token(
         secret,
         sub=sub,
@@ -84,7 +84,7 @@ def inspect(
     *,
     json: AsJson = False,
 ) -> int:
-    """Print what a token says and whether its times and claims would pass. The signature is not checked."""
+    """Print a token and whether its times and claims are valid. The signature is not checked."""
     import msgspec
 
     from tailrace.auth import inspect_token
@@ -110,18 +110,16 @@ def revoke(
     token: Annotated[str | None, Parameter(help="The token, or its id (the claim jti).")] = None,
     /,
     *,
-    sub: Annotated[
-        str | None, Parameter(help="Instead: everything that was issued to this subject so far.")
-    ] = None,
+    sub: Annotated[str | None, Parameter(help="Instead: all tokens issued to this subject so far.")] = None,
     file: InFile = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Revoke a token, or all of a subject. Connections that were opened with them are closed.
+    """Revoke a token, or all tokens of a subject. Connections opened with them are closed.
 
-    An API key is revoked as `tailrace key revoke` does it.
+    An API key is revoked as by `tailrace key revoke`.
     """
     if (token is None) == (sub is None):
-        raise UsageError("name a token or its id, or a subject with --sub")
+        raise UsageError("give a token or its id, or a subject with --sub")
     if token is not None and is_key(token):
         revoke_key(token, file=file, session=session)
         return
@@ -143,11 +141,13 @@ def revoke(
 
 
 def _named(token: str) -> dict[str, Any]:
-    """The id of a token, and when it expires if that can be seen."""
+    """The id of a token, and its expiry if it is known."""
     from tailrace.auth import inspect_token
 
     if token.startswith("trg_"):
-        raise UsageError("this is a token of the server's own: it ends by itself, and cannot be revoked")
+        raise UsageError(
+            "this is an internal token of the server, which expires by itself and cannot be revoked"
+        )
     if token.count(".") != 2:
         return {"jti": token}
     claims = inspect_token(token).claims

@@ -1,4 +1,4 @@
-"""``tailrace verify``: is everything in the object store as it was recorded?"""
+"""``tailrace verify``: check a data directory and its object store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from tailrace.common.settings import Settings
     from tailrace.storage.verify import VerifyFinding, VerifyReport
 
-_HELP: Final = """Read a data directory and its object store again, and print what is wrong.
+_HELP: Final = """Read a data directory and its object store completely, and print errors.
 
 In the data directory: that the journal can be replayed, that the pages of the hot store are sound, and that
 entries follow each other without a gap. In the object store: the SHA-256 of every segment and page, the
 checksums inside segments, their rows, payload bytes and times, that entries follow each other without a gap,
-and that all of it is what the manifest counts. What was not looked at is said at the end.
+and that all of it matches the manifest. What was not checked is printed at the end.
 
-Nothing is changed, and it may run beside a server. The exit code is 0 if all is well, 1 if there are
+Nothing is changed, and it may run beside a server. The exit code is 0 without findings, 1 if there are
 findings, 2 if the store cannot be read.
 
 For example:
@@ -68,7 +68,7 @@ async def _verify(stream: str, bucket: StoreOptions) -> int:
         async with progress_bar("verifying", lambda: (seen.bytes, seen.bytes_known or None, _counted(seen))):
             if stream:
                 if not await verifier.named(stream):
-                    raise RefusedError(f"there is no stream {stream} in {objects.url}")
+                    raise RefusedError(f"stream {stream} not found in {objects.url}")
             else:
                 await verifier.bucket()
     if bucket.json:
@@ -81,16 +81,16 @@ async def _verify(stream: str, bucket: StoreOptions) -> int:
 
 
 def _directories(settings: Settings, stream: str, not_checked: list[str]) -> list[Path]:
-    """Where journals and hot stores are; the reason is added to `not_checked` if they are left out."""
+    """Directories with journals and hot stores; adds to `not_checked` why they are skipped."""
     from tailrace.cluster.layout import is_unused_directory, worker_paths
 
     local = "journal and hot store"
     root = settings.data_dir
     if stream:
-        not_checked.append(f"{local} (only the history of {stream} in the object store was asked for)")
+        not_checked.append(f"{local} (only the history of {stream} in the object store was requested)")
         return []
     if not root.is_dir():
-        not_checked.append(f"{local} (there is no data directory {root})")
+        not_checked.append(f"{local} (data directory {root} not found)")
         return []
     paths = [path for path in worker_paths(root) if not is_unused_directory(path)]
     if not paths:

@@ -1,4 +1,4 @@
-"""``tailrace watch``: the result of a query, kept true."""
+"""``tailrace watch``: the result of a live query."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tailrace.cli.session import (
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
 
-_HELP: Final = """Watch a query: what matches now, and every change of it, until Ctrl-C.
+_HELP: Final = """Watch a live query: its result and every change, until Ctrl-C.
 
-On a terminal it is a table that stays true; in a pipe, one line for each document that comes (`+`), changes
-(`~`) or goes (`-`). A lost connection is taken up again where it broke.
+On a terminal it is a table that is kept current; in a pipe, one line for each document that is added (`+`),
+changed (`~`) or removed (`-`). A lost connection is resumed.
 
 For example:
 
@@ -71,10 +71,10 @@ def top(
     database: Annotated[str, Parameter(help="The database.")] = "default",
     /,
     *,
-    every_s: Annotated[float, Parameter(name="--every", help="Seconds between two looks.")] = 2.0,
+    every_s: Annotated[float, Parameter(name="--every", help="Seconds between updates.")] = 2.0,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    """Show how the collections of a database do: state, subscriptions, what their objectives burn, and why.
+    """Show the collections of a database: state, subscriptions, burn rate of their objectives, and reason.
 
     On a terminal the table is kept current until Ctrl-C; in a pipe it is printed once.
     """
@@ -123,7 +123,7 @@ def _status_table(found: dict[str, Any]) -> Any:
 
 
 class _Lines:
-    """One line for each thing that happens."""
+    """One line for each change."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -151,7 +151,7 @@ class _Lines:
 
 
 class _Table:
-    """The result as it is now, drawn again whenever it changes."""
+    """The current result, redrawn at each change."""
 
     def __init__(self, title: str) -> None:
         from rich.live import Live
@@ -194,7 +194,7 @@ class _Table:
 
 
 class _Watching:
-    """Follows one subscription over as many connections as it takes."""
+    """Follows one subscription, with reconnects."""
 
     def __init__(self, session: Session, database: str, query: dict[str, Any], view: _Lines | _Table) -> None:
         self._session = session

@@ -1,8 +1,8 @@
-"""How the data directory is shared out: the number of workers, and a directory for each.
+"""Layout of the data directory: the number of workers, and a directory for each.
 
-A server with one worker keeps its data in the data directory itself, as ever. One with several has a
-directory for each below `workers/<generation>/`; which generation counts is said by `workers.json`, which is
-replaced in one step. Another number of workers is another generation, made beside the present one.
+A server with one worker has its data in the data directory itself. One with several has a directory for each
+below `workers/<generation>/`. `workers.json` names the current generation and is replaced atomically. Another
+number of workers is a new generation, created beside the current one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tailrace.storage.data_directory import make_directory, sync_directory, writ
 LAYOUT_FILE: Final = "workers.json"
 WORKERS_DIRECTORY: Final = "workers"
 LAYOUT_VERSION: Final = 1
-CORES_MIN: Final = 4  # below, one worker and its helpers have enough to do with them
+CORES_MIN: Final = 4  # with fewer cores one worker and its helper processes use them all
 WORKERS_MAX: Final = 64
-# What a single worker keeps in the data directory itself.
+# Files and directories of a single worker in the data directory itself.
 _ROOT_PARTS: Final = (
     *("journal", "hot.db", "hot.db-wal", "hot.db-shm", "watch.db", "watch.db-wal", "watch.db-shm"),
     *("cache", "companions", "spool"),
@@ -50,7 +50,7 @@ def read_layout(root: Path) -> Layout:
     except FileNotFoundError:
         return Layout()
     except (OSError, msgspec.DecodeError) as error:
-        raise TailraceError("unavailable", f"{file} cannot be read: {error}") from error
+        raise TailraceError("unavailable", f"cannot read {file}: {error}") from error
     if layout.version > LAYOUT_VERSION:
         raise TailraceError("unavailable", f"{file} was written by a newer version of Tailrace")
     return layout
@@ -63,12 +63,12 @@ def worker_paths(root: Path) -> list[Path]:
 
 
 def write_layout(root: Path, layout: Layout) -> None:
-    """From this moment on the directories of this generation count, and no others."""
+    """Switch to this generation."""
     write_file_durably(root / LAYOUT_FILE, msgspec.json.encode(layout).decode() + "\n")
 
 
 def create_worker_directories(root: Path, layout: Layout, deployment: str) -> None:
-    """Makes the workers' directories. They share one object store, so they are one deployment."""
+    """Create the directories of the workers. They share one object store, so they are one deployment."""
     if layout.generation:
         make_directory(root / WORKERS_DIRECTORY)
         make_directory(root / WORKERS_DIRECTORY / str(layout.generation))
@@ -80,14 +80,14 @@ def create_worker_directories(root: Path, layout: Layout, deployment: str) -> No
 
 
 def refuse_leftover_generation(root: Path, layout: Layout) -> None:
-    """Rows that an earlier attempt left in a new generation would count as streams: there must be none."""
+    """Refuse a new generation with files of an earlier attempt: their rows would become streams."""
     path = root / WORKERS_DIRECTORY / str(layout.generation)
     if path.exists():
-        raise TailraceError("unavailable", f"{path} is left from an attempt before and cannot be removed")
+        raise TailraceError("unavailable", f"{path} is left over from an earlier attempt; remove it")
 
 
 def remove_other_generations(root: Path, layout: Layout) -> None:
-    """Removes what other generations left: those that do not count yet, and those that do not any more."""
+    """Remove unfinished and old generations."""
     for found in (root / WORKERS_DIRECTORY).glob("*"):
         if found.name != str(layout.generation):
             shutil.rmtree(found, ignore_errors=True)
@@ -102,7 +102,7 @@ def remove_other_generations(root: Path, layout: Layout) -> None:
 
 
 def choose_worker_count(settings: Settings, cores: int | None = None) -> int:
-    """How many there shall be. Where nobody says, a directory that is in use stays as it is."""
+    """The configured number of workers; by default that of an existing directory, else by the cores."""
     if settings.workers:
         return settings.workers
     root = settings.data_dir

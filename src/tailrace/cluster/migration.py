@@ -1,13 +1,9 @@
 """Change of the number of workers: streams are copied into the directories of a new generation.
 
-Another number of workers: the streams of the old ones, shared out anew into directories beside them.
-
-Nothing that counts is changed but by the checkpointer: the old workers' journals are folded into their hot
-stores, as any start might do, and the new hot stores are copies of their rows. When all are durable,
-`workers.json` says that they count; before that moment they are a folder that the next start removes. Sealed
-history stays where it is: all workers share one object store, and folders there are named after streams.
-
-Before workers start: the data directory is made to fit their number.
+The journals of the old workers are checkpointed into their hot stores, as at any start, and their rows are
+copied to new hot stores beside them. When all are durable, `workers.json` switches to the new generation in
+one step; before that the new directories are removed by the next start. Sealed history does not move: all
+workers share one object store, whose folders are named after streams.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Final, NamedTuple, cast
 import apsw
 import msgspec
 
-from tailrace.cluster.fork_locations import FORK_NOTE_PREFIX
+from tailrace.cluster.fork_locations import LOCATION_PREFIX
 from tailrace.cluster.layout import (
     WORKERS_MAX,
     Layout,
@@ -40,6 +36,7 @@ from tailrace.cluster.system_streams import DELIVERED_FACT as DELIVERED
 from tailrace.cluster.system_streams import FORWARDED_STREAMS, SYSTEM_STREAMS
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
 from tailrace.log import segment_catalogue
 from tailrace.log.listing import REGISTRY_SNAPSHOT_DUE
@@ -53,7 +50,7 @@ from tailrace.watch.service import VIEW_FILE as VIEW
 
 logger = logging.getLogger("tailrace.workers")
 
-# Tables whose rows belong to a stream, which they name by its number in their first column.
+# Tables whose first column is the number of a stream.
 _STREAM_TABLES: Final = (
     *("producers", "blocks", "segments", "heads", "due", "trims", "documents", "companions", "quarantined"),
 )
@@ -61,34 +58,33 @@ _IMAGE: Final = msgspec.msgpack.Decoder(StreamImage)
 
 
 class StreamTarget(NamedTuple):
-    """Where a stream goes, and its number there."""
+    """The new worker of a stream, and its number there."""
 
     worker: int
     number: int
 
 
-def migrate_streams(root: Path, present: Layout, wanted: Layout, tombstone_ms: int) -> int:
-    """Fills the new workers' directories; how many streams there are. Until `workers.json` says so they do
-    not count."""
+def migrate_streams(root: Path, current: Layout, target: Layout, tombstone_ms: int) -> int:
+    """Fill the directories of the new workers, but leave `workers.json`; returns the number of streams."""
     with ExitStack() as locks:
         sources: list[HotDatabase] = []
-        for index in range(present.workers):
-            path = present.path(root, index)
-            if present.generation:
-                # A worker whose supervisor was killed may still be at its end.
+        for index in range(current.workers):
+            path = current.path(root, index)
+            if current.generation:
+                # A worker of a killed supervisor may still be stopping.
                 locks.callback(DataDirectory(path).close)
             sources.append(fold_journal(path, tombstone_ms))
         failpoints.reached("workers.after_fold")
         _refuse_undelivered(sources)
         targets = [
-            HotDatabase(wanted.path(root, index) / "hot.db", writer=True) for index in range(wanted.workers)
+            HotDatabase(target.path(root, index) / "hot.db", writer=True) for index in range(target.workers)
         ]
         count = Migration(sources, targets).run()
-        _copy_view(present.path(root, FIRST_WORKER), wanted.path(root, FIRST_WORKER))
+        _copy_view(current.path(root, FIRST_WORKER), target.path(root, FIRST_WORKER))
         for index, db in enumerate(targets):
             db.connection.wal_checkpoint(mode=3)
             db.close()
-            sync_directory(wanted.path(root, index))
+            sync_directory(target.path(root, index))
         for db in sources:
             db.close()
     failpoints.reached("workers.before_switch")
@@ -96,7 +92,7 @@ def migrate_streams(root: Path, present: Layout, wanted: Layout, tombstone_ms: i
 
 
 def fold_journal(path: Path, tombstone_ms: int) -> HotDatabase:
-    """Brings all that a worker acknowledged into its hot store."""
+    """Checkpoint the whole journal of a worker into its hot store."""
     make_directory(path / "journal")
     store = StoredStreams(path / "hot.db", writer=True)
     replayed = replay_journal(path / "journal", store)
@@ -104,7 +100,7 @@ def fold_journal(path: Path, tombstone_ms: int) -> HotDatabase:
     for seq, end in replayed.files:
         checkpoint_file(path, store, seq, end, tombstone_ms * 1_000_000)
     db = store.db
-    with db.write():  # tables that an older version did not have
+    with db.write():  # tables that older versions did not have
         db.cold.create()
         db.documents.create()
         db.companions.create()
@@ -114,7 +110,7 @@ def fold_journal(path: Path, tombstone_ms: int) -> HotDatabase:
 
 
 def _copy_view(source: Path, target: Path) -> None:
-    """The documents of collections: derived, but their changes may not be kept as long as they are."""
+    """Copy the documents of collections: their changes may not be retained as long as they are."""
     if not (source / VIEW).exists():
         return
     connection = apsw.Connection(str(source / VIEW))
@@ -125,7 +121,7 @@ def _copy_view(source: Path, target: Path) -> None:
 
 
 def _refuse_undelivered(sources: list[HotDatabase]) -> None:
-    """What a worker had to tell and has not is in a stream of its own, from where only it can deliver it."""
+    """Refuse if a worker has events in its own system streams that it has not delivered."""
     delivered = sources[FIRST_WORKER].meta()
     for index in range(1, len(sources)):
         for name in FORWARDED_STREAMS:
@@ -134,20 +130,20 @@ def _refuse_undelivered(sources: list[HotDatabase]) -> None:
             if image is not None and decode_stream(image).tail > last:
                 raise TailraceError(
                     "unavailable",
-                    f"worker {index} has news for {name} that did not arrive before it ended; start with "
-                    f"--workers {len(sources)}, stop it with SIGTERM, then change the number",
+                    f"worker {index} has undelivered events for {name}; start with --workers {len(sources)}, "
+                    "stop the server with SIGTERM, then change the number of workers",
                 )
 
 
 class Migration:
-    """Copies rows. Streams keep their numbers where they can."""
+    """Copies all rows. Streams keep their numbers unless they are used already."""
 
     def __init__(self, sources: list[HotDatabase], targets: list[HotDatabase]) -> None:
         self._sources = sources
         self._targets = targets
         self._present = Placement(len(sources))
         self._placement = Placement(len(targets))
-        self._places: list[dict[int, StreamTarget]] = [{} for _ in sources]
+        self._stream_targets: list[dict[int, StreamTarget]] = [{} for _ in sources]
         self._taken: list[set[int]] = [set() for _ in targets]
         self._next = 1 + max(int(str(db.fact("next_number", 1))) for db in sources)
 
@@ -161,41 +157,41 @@ class Migration:
                 self._rows(index, source)
                 self._names(index, source)
                 self._facts(index, source)
-            self._tellings()
+            self._deliveries()
             for db in self._targets:
                 self._own_facts(db)
-        return sum(map(len, self._places))
+        return sum(map(len, self._stream_targets))
 
     # -- streams -----------------------------------------------------------------------------------------
 
     def _streams(self, index: int, source: HotDatabase) -> None:
-        """Forks go where the stream at their root goes, since they share its entries."""
-        places = self._places[index]
+        """Choose the target of each stream. Forks go with their root, whose entries they share."""
+        stream_targets = self._stream_targets[index]
         roots: dict[int, str] = {}
         for number, name, parent in self._images(source):
             roots[number] = name if not parent else self._root(source, parent, roots)
         for number, name, _ in self._images(source):
-            self._refuse_double(index, name)
-            worker = self._placement.home(roots[number])
-            places[number] = StreamTarget(worker, self._number(worker, number))
-            first = self._placement.home(name)
+            self._refuse_duplicate(index, name)
+            worker = self._placement.owner(roots[number])
+            stream_targets[number] = StreamTarget(worker, self._number(worker, number))
+            first = self._placement.owner(name)
             if first != worker:
-                self._targets[first].put_meta(FORK_NOTE_PREFIX + name, b"%d" % worker)
+                self._targets[first].put_meta(LOCATION_PREFIX + name, b"%d" % worker)
 
-    def _refuse_double(self, index: int, name: str) -> None:
-        """A fork may have got a name that its home gave to another stream: one of them would be lost."""
-        home = self._present.home(name)
-        if home != index and self._sources[home].image_by_name(name) is not None:
+    def _refuse_duplicate(self, index: int, name: str) -> None:
+        """Refuse if the owner of a fork's name has another stream of this name: one would be lost."""
+        owner = self._present.owner(name)
+        if owner != index and self._sources[owner].image_by_name(name) is not None:
             raise TailraceError(
                 "unavailable",
-                f"workers {home} and {index} both have a stream {name!r}; start with --workers "
-                f"{len(self._sources)} and delete the one that is seen",
+                f"workers {owner} and {index} both have a stream {name!r}; start with --workers "
+                f"{len(self._sources)} and delete the visible one",
             )
 
     def _root(self, source: HotDatabase, number: int, roots: dict[int, str]) -> str:
         while number not in roots:
             raw = source.image_by_number(number)
-            assert raw is not None, "the source of a fork is kept as long as the fork"
+            assert raw is not None, "the source of a fork is retained as long as the fork"
             image = _IMAGE.decode(raw)
             if not image.parent:
                 return image.name
@@ -211,7 +207,7 @@ class Migration:
             yield number, image.name, image.parent
 
     def _number(self, worker: int, number: int) -> int:
-        """The old number, unless a stream of another old worker has it here."""
+        """The old number, unless a stream of another old worker uses it on this worker."""
         taken = self._taken[worker]
         if number in taken:
             number = self._next
@@ -222,66 +218,71 @@ class Migration:
     # -- rows --------------------------------------------------------------------------------------------
 
     def _rows(self, index: int, source: HotDatabase) -> None:
-        places = self._places[index]
+        stream_targets = self._stream_targets[index]
         rows = source.rows("SELECT number, name, gone, deadline_ns, image FROM streams")
         for number, name, gone, deadline_ns, raw in cast(
             "Iterator[tuple[int, str, int, int | None, bytes]]", rows
         ):
-            place = places[number]
+            target = stream_targets[number]
             image = _IMAGE.decode(raw)
-            image.number = place.number
-            image.parent = places[image.parent].number if image.parent else 0
+            image.number = target.number
+            image.parent = stream_targets[image.parent].number if image.parent else 0
             encoded = msgspec.msgpack.encode(image)
-            self._targets[place.worker].put_stream(place.number, name, bool(gone), deadline_ns, encoded)
+            self._targets[target.worker].put_stream(target.number, name, bool(gone), deadline_ns, encoded)
         for table in _STREAM_TABLES:
-            self._copy(source, table, places)
+            self._copy(source, table, stream_targets)
         forks = source.rows("SELECT number, parent, fork_entry, earliest, gone, forks FROM forks")
         for number, parent, *rest in cast("Iterator[tuple[int, ...]]", forks):
-            place = places[number]
-            values = (place.number, places[parent].number, *rest)
-            self._targets[place.worker].execute("INSERT INTO forks VALUES(?, ?, ?, ?, ?, ?)", values)
+            target = stream_targets[number]
+            values = (target.number, stream_targets[parent].number, *rest)
+            self._targets[target.worker].execute("INSERT INTO forks VALUES(?, ?, ?, ?, ?, ?)", values)
 
-    def _copy(self, source: HotDatabase, table: str, places: dict[int, StreamTarget]) -> None:
+    def _copy(self, source: HotDatabase, table: str, stream_targets: dict[int, StreamTarget]) -> None:
         insert = ""
         for number, *rest in source.rows(f"SELECT * FROM {table}"):  # noqa: S608 - names of ours
-            place = places.get(cast("int", number))
-            if place is None:
-                continue  # of a stream that is gone
+            target = stream_targets.get(cast("int", number))
+            if target is None:
+                continue  # of a deleted stream
             insert = insert or f"INSERT INTO {table} VALUES(?{', ?' * len(rest)})"
-            self._targets[place.worker].execute(insert, (place.number, *rest))
+            self._targets[target.worker].execute(insert, (target.number, *rest))
 
     def _names(self, index: int, source: HotDatabase) -> None:
-        """What is left of deleted streams, by their names."""
+        """Copy tombstones and graves of deleted streams, by name."""
         for name, *rest in source.rows("SELECT name, deleted_ns, image FROM tombstones"):
-            target = self._targets[self._placement.home(cast("str", name))]
+            target = self._targets[self._placement.owner(cast("str", name))]
             target.execute("INSERT OR REPLACE INTO tombstones VALUES(?, ?, ?)", (name, *rest))
         for number, name, *rest in source.rows("SELECT number, name, stream_id, image FROM graves"):
-            worker = self._placement.home(cast("str", name))
+            worker = self._placement.owner(cast("str", name))
             values = (self._number(worker, cast("int", number)), name, *rest)
             self._targets[worker].execute("INSERT INTO graves VALUES(?, ?, ?, ?)", values)
 
     # -- facts -------------------------------------------------------------------------------------------
 
     def _facts(self, index: int, source: HotDatabase) -> None:
-        """Facts about a stream go with it; those of the server itself are the first worker's."""
+        """Facts about a stream go with it; those of the server go to the first worker."""
         first = self._targets[FIRST_WORKER]
         for key, value in source.meta().items():
             if key.startswith(segment_catalogue.COMPACTION_FACT_PREFIX):
-                place = self._places[index].get(int(key[len(segment_catalogue.COMPACTION_FACT_PREFIX) :]))
-                if place is not None:
-                    self._targets[place.worker].put_meta(
-                        segment_catalogue.compaction_fact_key(place.number), value
+                target = self._stream_targets[index].get(
+                    int(key[len(segment_catalogue.COMPACTION_FACT_PREFIX) :])
+                )
+                if target is not None:
+                    self._targets[target.worker].put_meta(
+                        segment_catalogue.compaction_fact_key(target.number), value
                     )
-            elif index == FIRST_WORKER and not key.startswith(FORK_NOTE_PREFIX):
+            elif index == FIRST_WORKER and not key.startswith(LOCATION_PREFIX):
                 first.put_meta(key, value)
         if index == FIRST_WORKER and MetaTables(source).exist():
             MetaTables(first).changed([], 0)
             for row in source.rows("SELECT subject, file FROM meta_changes"):
                 first.execute("INSERT OR REPLACE INTO meta_changes VALUES(?, ?)", row)
 
-    def _tellings(self) -> None:
-        """What workers have told counts as delivered, where nothing says how far that came: a bucket does not
-        know. Whose streams are to be told of again is not said by a fact of one worker, so all do it."""
+    def _deliveries(self) -> None:
+        """Mark events of workers as delivered where it is unknown, as after a restore from a bucket.
+
+        A fact of one worker does not say whose streams need a new registry snapshot, so all workers write
+        one.
+        """
         first = self._targets[FIRST_WORKER]
         known = first.meta()
         for source in self._sources:
@@ -299,7 +300,8 @@ class Migration:
     def _own_facts(self, db: HotDatabase) -> None:
         sources = self._sources
         db.set_fact("next_number", self._next)
-        # What was made from a later journal file counts as newer, on the object store too.
+        # The highest of all, since state with a higher journal number counts as newer, also in the object
+        # store.
         for key in ("journal_seq", "first_epoch", "bootstrapped_ns"):
             highest = max(int(str(source.fact(key, 0))) for source in sources)
             if highest:
@@ -310,24 +312,29 @@ class Migration:
 
 
 def prepare_layout(settings: Settings, root: DataDirectory) -> Layout:
-    """The layout to start with. Killed at any moment, it leaves the old one or the new one."""
-    present = read_layout(root.path)
-    remove_other_generations(root.path, present)
-    if present.workers == settings.workers:
-        create_worker_directories(root.path, present, root.deployment)
-        return present
-    wanted = Layout(workers=settings.workers, generation=present.generation + 1)
-    refuse_leftover_generation(root.path, wanted)
-    create_worker_directories(root.path, wanted, root.deployment)
-    if not all(is_unused_directory(present.path(root.path, index)) for index in range(present.workers)):
+    """Migrate to the configured number of workers, if it changed; a crash leaves the old or the new one."""
+    current = read_layout(root.path)
+    remove_other_generations(root.path, current)
+    if current.workers == settings.workers:
+        create_worker_directories(root.path, current, root.deployment)
+        return current
+    target = Layout(workers=settings.workers, generation=current.generation + 1)
+    refuse_leftover_generation(root.path, target)
+    create_worker_directories(root.path, target, root.deployment)
+    if not all(is_unused_directory(current.path(root.path, index)) for index in range(current.workers)):
         begun_s = time.monotonic()
-        count = migrate_streams(root.path, present, wanted, settings.limits.tombstone_ms)
+        count = migrate_streams(root.path, current, target, settings.limits.tombstone_ms)
         logger.info(
-            "%d streams of %d workers were given to %d in %.1f s",
-            *(count, present.workers, wanted.workers, time.monotonic() - begun_s),
+            "migrated streams to another number of workers",
+            extra=log_fields(
+                streams=count,
+                workers_before=current.workers,
+                workers=target.workers,
+                seconds=round(time.monotonic() - begun_s, 1),
+            ),
         )
     root.become_shared()
-    write_layout(root.path, wanted)
+    write_layout(root.path, target)
     failpoints.reached("workers.after_switch")
-    remove_other_generations(root.path, wanted)
-    return wanted
+    remove_other_generations(root.path, target)
+    return target

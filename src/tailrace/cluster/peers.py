@@ -1,16 +1,9 @@
 """Placement of streams on workers, the links to the other workers, and responses that wait for one of them.
 
-Where a stream lives: one worker for each name, found without asking anybody.
-
-The worker is the one with the highest hash of its number and the name, so that another number of workers
-moves no more names than it has to. What the server keeps for itself, documents and the hub included, lives on
-the first worker: it changes several streams in one commit, and one worker has one journal.
-
-What a worker knows of the others, itself included.
-
-What another worker refused with, to be said again here.
-
-Answers that have to wait for somebody.
+Each name has one owner, computed without communication: the worker with the highest hash of its number and
+the name (rendezvous hashing), so that a change of the number of workers moves as few names as possible.
+System streams, documents and the hub are on the first worker: they change several streams in one commit, and
+so need one journal.
 """
 
 from __future__ import annotations
@@ -32,19 +25,19 @@ from tailrace.routing import responses
 
 FIRST_WORKER: Final = 0
 STREAM_PREFIX: Final = b"/v1/stream/"
-# `__registry__/2`: what worker 2 has to tell before it is in `__registry__`.
+# `__registry__/2`: events of worker 2 before they are delivered to `__registry__`.
 _SYSTEM_STREAM: Final = re.compile(r"__[a-z_]+__/(\d{1,3})")
 
 
 class Placement:
-    """The workers of one server, and which of them owns what."""
+    """The workers of one server, and which of them owns which name."""
 
     def __init__(self, count: int) -> None:
         assert count >= 1
         self.count = count
 
-    def home(self, name: str) -> int:
-        """The worker that a name belongs to. Forks are with their source: see `homes.py`."""
+    def owner(self, name: str) -> int:
+        """The worker that owns a name. A fork may be on another one: see `fork_locations`."""
         if name.startswith(("__", "hub/")):
             own = _SYSTEM_STREAM.fullmatch(name)
             return int(own[1]) if own is not None and int(own[1]) < self.count else FIRST_WORKER
@@ -53,14 +46,14 @@ class Placement:
 
 
 def system_stream_suffix(index: int) -> str:
-    """What the names of a worker's own system streams end with."""
+    """The suffix of the names of a worker's own system streams."""
     return "" if index == FIRST_WORKER else f"/{index}"
 
 
 def stream_in_path(path: bytes, *, whole: bool = False) -> str | None:
-    """The stream that a path below `/v1/stream/` is about; None if no stream can be meant.
+    """The stream name in a path below `/v1/stream/`; None if it is invalid.
 
-    `whole`: all of it is the name, as in a request that makes a stream.
+    `whole`: the whole path is the name, as in a request that creates a stream.
     """
     raw = path[len(STREAM_PREFIX) :]
     if whole:
@@ -83,19 +76,19 @@ class Peers(NamedTuple):
     placement: Placement
     peers: Mapping[
         int, PeerClient
-    ]  # this worker among them: what is asked of all is asked of it in the same way
-    doors: Mapping[int, str]  # where each takes connections that another accepted, by path
+    ]  # including this worker, so that requests to all workers are sent in the same way
+    handover_sockets: Mapping[int, str]  # paths of the sockets for connections that another worker accepted
 
 
 class PeerError(msgspec.Struct):
-    """The part of an error's body that matters here."""
+    """The error in a response of another worker."""
 
     code: str
     message: str
 
 
-def decode_peer_error(answer: bytes) -> TailraceError:
-    error = msgspec.json.decode(answer, type=dict[str, PeerError])["error"]
+def decode_peer_error(body: bytes) -> TailraceError:
+    error = msgspec.json.decode(body, type=dict[str, PeerError])["error"]
     return TailraceError(error.code, error.message)
 
 
@@ -103,21 +96,21 @@ logger = logging.getLogger("tailrace.workers")
 
 
 class DeferredResponses:
-    """Work for a request that goes on after its handler returned. Refusals are answered as ever."""
+    """Runs the rest of a request as a task, and responds with its error, if any."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._guarded(exchange, work))
+        task = asyncio.get_running_loop().create_task(self._run(exchange, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
+    async def _run(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
         try:
             await work
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
         except Exception:
-            logger.exception("a request failed")
+            logger.exception("request failed")
             responses.respond_error(exchange, TailraceError("internal", "internal error"))

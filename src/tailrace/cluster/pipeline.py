@@ -1,9 +1,9 @@
 """One pipeline for the streams of all workers.
 
-Every worker knows what is to be built for its own streams, and publishes it. The first one speaks with the
-pipeline: it joins the plans of all, passes publications on to the owner of their stream, and starts a
-pipeline when there is work anywhere. The token of a pipeline that was started here is known here only, so
-nobody asks for one behind this door.
+Every worker plans and publishes the index files of its own streams. The pipeline only communicates with the
+first worker, which merges the plans of all, forwards publications to the owner of their stream, and starts a
+pipeline when there is work on any worker. Its token is known to the first worker only, so workers do not
+check it among themselves.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tailrace.server.pipeline_routes import (
 PART_PREFIX: Final = "/_worker/pipeline/"
 PART_PATHS: Final = tuple((PART_PREFIX + name).encode() for name in ("plan", "publish"))
 BACKLOG_PATH: Final = "/_worker/demand"
-POLL_S: Final = 2.0  # between two looks at what waits on other workers
+POLL_S: Final = 2.0  # interval of requests for the backlogs of other workers
 NAMES_MAX: Final = 65_536
-BEHIND: Final = 2**62  # the numbers of streams are smaller
+AFTER_ALL: Final = 2**62  # larger than any number of a stream
 WORKER_IDENTITY: Final = Identity(sub="worker", scopes=frozenset({"manage", "system"}))
 JSON: Final = responses.JSON_TYPE + responses.NO_STORE
 
-PagePosition = tuple[int, int, int]  # what is sorted by: since when it waits, worker, number of the stream
+PagePosition = tuple[int, int, int]  # the sort key: time of the oldest segment, worker, number of the stream
 
 
 class PlanPart(msgspec.Struct):
@@ -60,38 +60,38 @@ class PlanPart(msgspec.Struct):
 
 
 class LocalPipeline:
-    """On every worker: answers the questions of the first one."""
+    """Serves the requests of the first worker; on every worker."""
 
     def __init__(self, routes: PipelineRoutes) -> None:
         self._routes = routes
-        routes.plans.shows_places = True
+        routes.plans.includes_positions = True
 
-    def answer(self, exchange: Exchange) -> None:
+    def respond(self, exchange: Exchange) -> None:
         path = PIPELINE_PREFIX + exchange.path[len(PART_PREFIX) :]
-        self._routes.answer(exchange, WORKER_IDENTITY, exchange.method, path)
+        self._routes.respond(exchange, WORKER_IDENTITY, exchange.method, path)
 
-    def tell_demand(self, exchange: Exchange) -> None:
+    def respond_backlog(self, exchange: Exchange) -> None:
         exchange.respond(200, JSON, msgspec.json.encode(self._routes.state.demand()))
 
 
 class ClusterPipeline:
-    """On the first worker: what the pipeline, wherever it runs, sees of all of them."""
+    """Serves the pipeline routes for all workers; on the first worker."""
 
-    def __init__(self, routes: PipelineRoutes, circle: Peers, homes: ForkLocations) -> None:
+    def __init__(self, routes: PipelineRoutes, cluster: Peers, fork_locations: ForkLocations) -> None:
         self._routes = routes
-        self._own = circle.own
-        self._peers = circle.peers
-        self._homes = homes
+        self._own = cluster.own
+        self._peers = cluster.peers
+        self._fork_locations = fork_locations
         self._later = DeferredResponses()
-        self._names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
-        self._demands: dict[int, PipelineBacklog] = {}  # of others, when they were asked last
+        self._names: OrderedDict[str, str] = OrderedDict()  # of streams in recent plans, by id
+        self._backlogs: dict[int, PipelineBacklog] = {}  # of other workers, as last polled
         self._task: asyncio.Task[None] | None = None
-        routes.demand = self._demand
+        routes.demand = self._total_backlog
 
     def start(self) -> None:
-        """Whoever runs no pipeline of its own need not know when there is work for one."""
+        """Poll the backlogs, if a local pipeline is started by the server."""
         if self._routes.state.mode == "auto":
-            self._task = asyncio.create_task(self._look())
+            self._task = asyncio.create_task(self._poll_backlogs())
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -105,17 +105,17 @@ class ClusterPipeline:
         method, path = exchange.method, exchange.path
         reads, writes = path == PLAN_PATH and method in (b"GET", b"HEAD"), method == b"POST"
         if reads and "stream" not in parse_query(exchange.query):
-            self._later.spawn(exchange, self._answer_page(exchange))
+            self._later.spawn(exchange, self._respond_page(exchange))
         elif reads or (writes and path in (PLAN_PATH, PUBLISH_PATH)):
-            self._later.spawn(exchange, self._pass_on(exchange, identity))
+            self._later.spawn(exchange, self._forward(exchange, identity))
         else:
-            self._routes.answer(exchange, identity, method, path)
+            self._routes.respond(exchange, identity, method, path)
 
-    async def _pass_on(self, exchange: Exchange, identity: Identity) -> None:
-        """What is about one stream is its owner's."""
-        owner = await self._homes.find(await self._name(exchange))
+    async def _forward(self, exchange: Exchange, identity: Identity) -> None:
+        """Forward a request about one stream to its owner."""
+        owner = await self._fork_locations.find(await self._name(exchange))
         if owner == self._own:
-            self._routes.answer(exchange, identity, exchange.method, exchange.path)
+            self._routes.respond(exchange, identity, exchange.method, exchange.path)
             return
         method = "POST" if exchange.method == b"POST" else "GET"
         target = (
@@ -127,8 +127,8 @@ class ClusterPipeline:
         exchange.respond(*await self._ask(owner, method, target, exchange.body))
 
     async def _ask(self, worker: int, method: str, target: str, body: bytes) -> tuple[int, bytes, bytes]:
-        status, answer = await self._peers[worker].ask(method, target, body)
-        return status, JSON, answer
+        status, respond = await self._peers[worker].ask(method, target, body)
+        return status, JSON, respond
 
     async def _name(self, exchange: Exchange) -> str:
         if exchange.path == PUBLISH_PATH:
@@ -140,13 +140,13 @@ class ClusterPipeline:
 
     # -- the plan ----------------------------------------------------------------------------------------
 
-    async def _answer_page(self, exchange: Exchange) -> None:
+    async def _respond_page(self, exchange: Exchange) -> None:
         query = dict(parse_query(exchange.query))
         limit, waits = parse_limit(query.pop("limit", None)), parse_live(query.pop("live", ""))
         begin = page_starts(query.pop("after", ""), self._peers)
         parts = await self._pages(query | {"limit": str(limit)}, begin)
         if waits and not any(part.streams for part in parts.values()):
-            await self._news(query | {"limit": "1", "live": "long-poll"}, begin)
+            await self._wait_for_work(query | {"limit": "1", "live": "long-poll"}, begin)
             parts = await self._pages(query | {"limit": str(limit)}, begin)
         streams, following = merge_plans(parts, limit)
         for one in streams:
@@ -158,7 +158,7 @@ class ClusterPipeline:
         exchange.respond(200, JSON, orjson.dumps(shown))
 
     async def _pages(self, query: Mapping[str, str], begin: Mapping[int, str]) -> dict[int, PlanPart]:
-        """Of all workers; without one of them nobody could tell whether there is nothing left to do."""
+        """The pages of all workers; fails if one is missing, as there may be work on it."""
         found = await asyncio.gather(*(self._page(worker, query, after) for worker, after in begin.items()))
         return dict(zip(begin, found, strict=True))
 
@@ -169,8 +169,8 @@ class ClusterPipeline:
             raise decode_peer_error(body)
         return msgspec.json.decode(body, type=PlanPart)
 
-    async def _news(self, query: Mapping[str, str], begin: Mapping[int, str]) -> None:
-        """Returns when a worker has something to do, or none has had anything for a while."""
+    async def _wait_for_work(self, query: Mapping[str, str], begin: Mapping[int, str]) -> None:
+        """Return when a worker has work, or the long-polls of all have ended."""
         waiting = {asyncio.create_task(self._page(worker, query, after)) for worker, after in begin.items()}
         try:
             while waiting:
@@ -181,47 +181,47 @@ class ClusterPipeline:
             for one in waiting:
                 one.cancel()
 
-    # -- whether there is work ---------------------------------------------------------------------------
+    # -- backlog -----------------------------------------------------------------------------------------
 
-    def _demand(self) -> PipelineBacklog:
-        return sum(self._demands.values(), self._routes.state.demand())
+    def _total_backlog(self) -> PipelineBacklog:
+        return sum(self._backlogs.values(), self._routes.state.demand())
 
-    async def _look(self) -> None:
+    async def _poll_backlogs(self) -> None:
         while True:
             for worker, peer in self._peers.items():
                 if worker == self._own:
                     continue
                 try:
                     _, body = await peer.ask("GET", BACKLOG_PATH)
-                    self._demands[worker] = msgspec.json.decode(body, type=PipelineBacklog)
+                    self._backlogs[worker] = msgspec.json.decode(body, type=PipelineBacklog)
                 except (TailraceError, msgspec.DecodeError):
-                    self._demands.pop(worker, None)  # it is away, and so is its work
+                    self._backlogs.pop(worker, None)  # unavailable, so its work cannot be done
             await asyncio.sleep(POLL_S)
 
 
 def page_starts(after: str, workers: Iterable[int]) -> dict[int, str]:
-    """Where each worker's page begins that all together lie behind one place."""
+    """The `after` of each worker for a page after one position of all."""
     if not after:
         return dict.fromkeys(workers, "")
     parts = after.split(".")
     if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts) or len(after) > 64:
-        raise TailraceError("invalid_request", "after must be the next_after of an answer")
+        raise TailraceError("invalid_request", "after must be the next_after of a response")
     oldest, number, last = map(int, parts)
     found: dict[int, str] = {}
     for worker in workers:
         if worker == last:
             found[worker] = f"{oldest}.{number}"
         elif worker < last:
-            found[worker] = f"{oldest}.{BEHIND}"
+            found[worker] = f"{oldest}.{AFTER_ALL}"
         else:
-            found[worker] = f"{oldest - 1}.{BEHIND}" if oldest else ""
+            found[worker] = f"{oldest - 1}.{AFTER_ALL}" if oldest else ""
     return found
 
 
 def merge_plans(parts: Mapping[int, PlanPart], limit: int) -> tuple[list[dict[str, Any]], str | None]:
-    """Those that wait longest first, and the place behind which the rest is."""
+    """The streams in order of their oldest segment, and the position after the page."""
     found: list[tuple[PagePosition, dict[str, Any]]] = []
-    ends: list[PagePosition] = []  # of pages that are not the last ones: what is behind them is not known
+    ends: list[PagePosition] = []  # of pages with a next one: streams after them are not known
     for worker, part in parts.items():
         found += [(_parse_position(stream.pop("place"), worker), stream) for stream in part.streams]
         if part.next_after is not None:

@@ -1,4 +1,4 @@
-"""Answers that concern the whole server: every worker is asked for its part, and the parts become one."""
+"""Responses about the whole server: sends the request to every worker and merges the responses."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DROPPED_HEADERS: Final = RELAY_HEADERS | _FRAMING
 UNMERGED_KEYS: Final = frozenset({"configured_limits", "auto_tune"})
 MAXIMUM_KEYS: Final = frozenset({"oldest_ms", "last_publish_at"})
 
-PeerAnswer = tuple[int, bytes]  # status and body
+PeerResponse = tuple[int, bytes]  # status and body
 
 
 class ScatterGather:
-    """Asks all workers, this one included, over their sockets."""
+    """Sends requests to all workers over their sockets, including this one."""
 
     def __init__(self, peers: Mapping[int, PeerClient], limits: Limits, deployment: str) -> None:
         self._peers = peers
@@ -46,32 +46,32 @@ class ScatterGather:
             STREAMS_PATH: self._streams,
             METRICS_PATH: self._metrics,
             READY_PATH: self._ready,
-            DETAILS_PATH: self._added,
-            MEMORY_PATH: self._added,
+            DETAILS_PATH: self._respond_merged,
+            MEMORY_PATH: self._respond_merged,
             SEAL_PATH: self._seal,
         }
 
     def handles(self, exchange: Exchange) -> bool:
-        """Other methods are refused by whoever is asked."""
+        """Whether to merge the responses of all workers; other methods are refused by this one."""
         methods = (b"POST",) if exchange.path == SEAL_PATH else (b"GET", b"HEAD")
         return exchange.path in self._routes and exchange.method in methods
 
-    async def answer(self, exchange: Exchange) -> None:
+    async def respond(self, exchange: Exchange) -> None:
         await self._routes[exchange.path](exchange)
 
-    async def answer_open(self, exchange: Exchange) -> None:
-        """On the listener for metrics, where nobody has to say who he is."""
+    async def respond_public(self, exchange: Exchange) -> None:
+        """For the metrics listener, without authentication."""
         if exchange.path == METRICS_PATH:
             await self._metrics(exchange, PEER_METRICS_PATH)
         else:
             await self._ready(exchange)
 
-    # -- asking ------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------
 
-    async def _ask(
+    async def _request(
         self, exchange: Exchange, peer: PeerClient, query: str | None = None, path: bytes | None = None
-    ) -> PeerAnswer | None:
-        """None: the worker does not answer."""
+    ) -> PeerResponse | None:
+        """None if the worker does not respond."""
         headers = tuple(item for item in exchange.headers.items() if item[0] not in _DROPPED_HEADERS)
         text = exchange.query.decode("latin-1") if query is None else query
         target = (path or exchange.path).decode("latin-1") + (f"?{text}" if text else "")
@@ -81,15 +81,17 @@ class ScatterGather:
         except TailraceError:
             return None
 
-    async def _ask_all(self, exchange: Exchange, path: bytes | None = None) -> list[PeerAnswer | None]:
-        return await asyncio.gather(*(self._ask(exchange, peer, None, path) for peer in self._peers.values()))
+    async def _request_all(self, exchange: Exchange, path: bytes | None = None) -> list[PeerResponse | None]:
+        return await asyncio.gather(
+            *(self._request(exchange, peer, None, path) for peer in self._peers.values())
+        )
 
-    async def _all(self, exchange: Exchange) -> list[bytes] | None:
-        """The parts of all, or None if a refusal was answered: one worker's refusal is that of the server."""
-        parts = await self._ask_all(exchange)
+    async def _require_all(self, exchange: Exchange) -> list[bytes] | None:
+        """The bodies of all workers. None if one refused: its error was sent as the response."""
+        parts = await self._request_all(exchange)
         for number, part in zip(self._peers, parts, strict=True):
             if part is None:
-                raise TailraceError("unavailable", f"worker {number} does not answer")
+                raise TailraceError("unavailable", f"worker {number} does not respond")
         found = [part for part in parts if part is not None]
         refused = next((part for part in found if part[0] != 200), None)
         if refused is not None:
@@ -100,11 +102,11 @@ class ScatterGather:
     # -- the routes --------------------------------------------------------------------------------------
 
     async def _streams(self, exchange: Exchange) -> None:
-        bodies = await self._all(exchange)
+        bodies = await self._require_all(exchange)
         if bodies is None:
             return
         query = parse_query(exchange.query)
-        limit = int(query.get("limit", self._limits.list_page))  # each worker has checked it
+        limit = int(query.get("limit", self._limits.list_page))  # checked by each worker
         pages = [cast("list[dict[str, Any]]", orjson.loads(body)) for body in bodies]
         found = list(islice(merge(*pages, key=lambda one: one["name"]), limit))
         following = {"limit": str(limit), "after": found[-1]["name"] if found else ""}
@@ -112,9 +114,9 @@ class ScatterGather:
         more = sum(map(len, pages)) > limit
         whole = [index for index, page in enumerate(pages) if len(page) == limit]
         if not more and whole:
-            # All of them are one worker's, who may have further ones.
+            # All of them are from one worker, which may have more.
             query_more = urlencode({**following, "limit": "1"})
-            probe = await self._ask(exchange, self._peers[whole[0]], query_more)
+            probe = await self._request(exchange, self._peers[whole[0]], query_more)
             more = probe is not None and probe[0] == 200 and bool(orjson.loads(probe[1]))
         head = responses.JSON_TYPE + responses.NO_STORE
         if more:
@@ -122,7 +124,7 @@ class ScatterGather:
         exchange.respond(200, head, orjson.dumps(found))
 
     async def _metrics(self, exchange: Exchange, path: bytes | None = None) -> None:
-        parts = await self._ask_all(exchange, path)
+        parts = await self._request_all(exchange, path)
         refused = next((part for part in parts if part is not None and part[0] != 200), None)
         if refused is not None:
             exchange.respond(refused[0], responses.JSON_TYPE + responses.NO_STORE, refused[1])
@@ -139,14 +141,14 @@ class ScatterGather:
         exchange.respond(200, METRICS_TYPE + responses.NO_STORE, body)
 
     async def _ready(self, exchange: Exchange) -> None:
-        parts = await self._ask_all(exchange)
+        parts = await self._request_all(exchange)
         workers: list[object] = []
         unready = ""
         for number, part in zip(self._peers, parts, strict=True):
-            said: dict[str, Any] = {"status": "down"} if part is None else orjson.loads(part[1])
-            workers.append({"worker": number, **said})
+            status: dict[str, Any] = {"status": "down"} if part is None else orjson.loads(part[1])
+            workers.append({"worker": number, **status})
             if (part is None or part[0] != 200) and not unready:
-                unready = f"worker {number}: {said.get('reason') or 'it does not answer'}"
+                unready = f"worker {number}: {status.get('reason') or 'does not respond'}"
         head = responses.JSON_TYPE + responses.NO_STORE
         if not unready:
             ready = {"status": "ready", "deployment": self._deployment, "workers": workers}
@@ -155,23 +157,23 @@ class ScatterGather:
         degraded = {"status": "degraded", "reason": unready, "workers": workers}
         exchange.respond(503, head + b"Retry-After: 5\r\n", orjson.dumps(degraded))
 
-    async def _added(self, exchange: Exchange) -> None:
-        bodies = await self._all(exchange)
+    async def _respond_merged(self, exchange: Exchange) -> None:
+        bodies = await self._require_all(exchange)
         if bodies is not None:
             parts = [cast("dict[str, Any]", orjson.loads(body)) for body in bodies]
             body = orjson.dumps({**merge_json(parts), "workers": parts})
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 
     async def _seal(self, exchange: Exchange) -> None:
-        parts = await self._ask_all(exchange)
+        parts = await self._request_all(exchange)
         worst = max(parts, key=lambda part: 1000 if part is None else part[0])
         if worst is None:
-            raise TailraceError("unavailable", "a worker does not answer; others may have sealed theirs")
+            raise TailraceError("unavailable", "a worker does not respond; the others may have sealed")
         exchange.respond(worst[0], responses.JSON_TYPE + responses.NO_STORE, worst[1])
 
 
 def merge_metrics(texts: Mapping[int, str]) -> str:
-    """The metrics of all workers as one text: families stay together, samples say whose they are."""
+    """Merge the metrics of all workers by family; samples get a `worker` label."""
     families: dict[str, list[str]] = {}
     for number, text in texts.items():
         lines: list[str] = []
@@ -198,10 +200,9 @@ def _with_label(sample: str, number: int) -> str:
 
 
 def merge_json(parts: Sequence[Any]) -> Any:
-    """Numbers are added up, be they written as text; lists are joined; all else is what the first one says.
+    """Add up numbers (also those written as strings), join lists, and use the first value of all else.
 
-    Settings are numbers too, and hold for each worker: those stay as they are. Of ages and moments the
-    highest counts.
+    Settings are equal on all workers and not added up. Of ages and timestamps the maximum is used.
     """
     first = parts[0]
     if isinstance(first, dict):
@@ -223,8 +224,8 @@ def _merge_values(key: str, values: list[Any]) -> Any:
     if key in UNMERGED_KEYS:
         return values[0]
     if key in MAXIMUM_KEYS:
-        told = [value for value in values if value is not None]
-        return max(told, key=_rank, default=None)
+        present = [value for value in values if value is not None]
+        return max(present, key=_rank, default=None)
     return merge_json(values)
 
 

@@ -1,14 +1,12 @@
 """`tailrace serve --workers N`: prepares port and bucket, starts and restarts workers, stops all together.
 
-The port that all workers share: seen to be free, and kept, before anything else is done.
+The supervisor reserves the port before anything on disk changes. A bootstrap restores the data directory as
+for a single process, and the streams are distributed afterwards, as for any change of the number of workers.
+The bucket is claimed once for all workers, since each of them alone would find foreign streams in it: those
+of the others.
 
-What several workers need of their bucket before they start: done once, for all of them.
-
-A bootstrap fills the data directory as it does for a single process; the streams are shared out afterwards,
-as they are whenever the number of workers changes. A bucket is taken over for the streams of all workers:
-each of them alone would find those of the others and call them strangers.
-
-`tailrace serve --workers N`: starts the workers, starts one again that dies, stops all together.
+A worker that exits is restarted with a back-off. On shutdown all workers drain their clients first, and then
+stop, the first worker last.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from tailrace.cluster.peers import FIRST_WORKER
 from tailrace.cluster.worker import WorkerSetup
 from tailrace.common import file_descriptors, private_files
 from tailrace.common.errors import TailraceError
-from tailrace.common.logging_setup import configure_logging
+from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import unknown_variable_warnings
 from tailrace.log.stored_streams import StoredStreams
@@ -53,13 +51,13 @@ PORT_RETRY_S: Final = 0.05
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """Bound and never listened on: the port stays ours while workers come and go."""
+    """Bind the port without listening, so that it stays reserved while workers restart."""
     deadline = time.monotonic() + PORT_S_MAX
     while True:
         try:
             return _bind(host, port)
         except OSError as error:
-            # Workers of a supervisor that was killed a moment ago may still be letting go.
+            # Workers of a killed supervisor may still be stopping.
             if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
                 time.sleep(PORT_RETRY_S)
                 continue
@@ -68,7 +66,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket on the address. That nobody else listens there is seen without sharing it first."""
+    """A socket bound to the address. The probe without SO_REUSEPORT fails if another server listens there."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     if port:
@@ -78,7 +76,7 @@ def _bind(host: str, port: int) -> socket.socket:
             probe.listen(1)
     bound = socket.socket(family, kind, protocol)
     try:
-        # The first for connections of a server that has just left, and did not share the port.
+        # SO_REUSEADDR because of connections in TIME_WAIT of a server that did not share the port.
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
             bound.setsockopt(socket.SOL_SOCKET, option, 1)
         bound.bind(address)
@@ -92,16 +90,16 @@ logger = logging.getLogger("tailrace.workers")
 
 
 async def bootstrap_from_bucket(settings: Settings, root: DataDirectory) -> BootstrapReport | None:
-    """None if the process is to stop before all is restored; then nothing counts yet."""
+    """Restore from the bucket; None if the process was stopped before it was done."""
     present = read_layout(root.path)
     if present.generation:
         if not all(is_bootstrapped(present.path(root.path, index)) for index in range(present.workers)):
             raise TailraceError(
                 "unavailable",
-                f"--bootstrap needs a data directory without streams, and {root.path} has workers; to go on "
-                "with what is there, start without --bootstrap",
+                f"--bootstrap needs a data directory without streams, and {root.path} has workers; to use "
+                "the existing data, start without --bootstrap",
             )
-        logger.warning("the bootstrap was finished before; starting from what it restored")
+        logger.warning("bootstrap was completed before, using the restored data")
         return BootstrapReport()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -110,12 +108,12 @@ async def bootstrap_from_bucket(settings: Settings, root: DataDirectory) -> Boot
 
 
 async def claim_bucket(settings: Settings, root: DataDirectory, layout: Layout) -> None:
-    """The bucket becomes ours, if all that is in it is known to one of the workers."""
+    """Take over the bucket, if all streams in it are known to one of the workers."""
     with ExitStack() as opened:
         stores: list[StoredStreams] = []
         for index in range(layout.workers):
             path = layout.path(root.path, index)
-            # A worker whose supervisor was killed may still be at its end.
+            # A worker of a killed supervisor may still be stopping.
             opened.callback(DataDirectory(path).close)
             fold_journal(path, settings.limits.tombstone_ms).close()
             stores.append(StoredStreams(path / "hot.db"))
@@ -131,31 +129,31 @@ async def claim_bucket(settings: Settings, root: DataDirectory, layout: Layout) 
             finally:
                 await objects.close()
         except (ValueError, ObjectStoreError) as error:
-            raise TailraceError("unavailable", f"the object store cannot be taken over: {error}") from error
+            raise TailraceError("unavailable", f"cannot take over the object store: {error}") from error
 
 
 RESTART_S: Final = 0.2
 RESTART_S_MAX: Final = 10.0
-STABLE_S: Final = 30.0  # who has lived so long begins with the shortest pause again
+STABLE_S: Final = 30.0  # a worker that ran this long starts with the shortest back-off again
 DRAIN: Final = b"drain\n"
-STOP_S: Final = 10.0  # beyond the time that draining may take
+STOP_S: Final = 10.0  # in addition to the drain timeout
 
 
 def run(settings: Settings) -> int:
-    """The exit code of a server's whole life."""
+    """Run the server until it stops, and return its exit code."""
     private_files.restrict_umask()
     configure_logging(settings.log_level, settings.log_format)
-    for told in unknown_variable_warnings(os.environ):
-        logger.warning(told)
+    for warning in unknown_variable_warnings(os.environ):
+        logger.warning(warning)
     file_descriptors.raise_open_files_limit()
     try:
-        # Before anything on the disk changes: a server that cannot listen leaves the streams where they are.
+        # Before anything on disk changes: a server that cannot listen must not move streams.
         port = reserve_port(settings.host, settings.port)
         root = DataDirectory(settings.data_dir)
         try:
             if settings.workers == 1:
                 layout = prepare_layout(settings, root)
-                port.close()  # a single server shares it with nobody
+                port.close()  # a single process does not share it
                 return single.run(worker_settings(settings, root, layout, FIRST_WORKER))
             return run_workers(settings, root, port)
         finally:
@@ -179,7 +177,7 @@ def run_workers(settings: Settings, root: DataDirectory, port: socket.socket) ->
 
 
 def worker_settings(settings: Settings, root: DataDirectory, layout: Layout, index: int) -> Settings:
-    """A worker's: its own directory, and what all of them share."""
+    """The settings of one worker: its own directory, and everything shared."""
     path = layout.path(root.path, index)
     changed: dict[str, object] = {"data_dir": path, "object_store": settings.object_store_url, "workers": 1}
     if settings.auth_configured and not settings.auth_keys_file:
@@ -190,14 +188,14 @@ def worker_settings(settings: Settings, root: DataDirectory, layout: Layout, ind
         certificate, key = self_signed_certificate(root.path / "tls", settings.host)
         changed |= {"tls_self_signed": False, "tls_cert": str(certificate), "tls_key": str(key)}
     if layout.workers > 1:
-        changed |= {"bootstrap": False, "take_over": False}  # that is done
+        changed |= {"bootstrap": False, "take_over": False}  # done already
         if index != FIRST_WORKER:
-            changed["pipeline"] = "off"  # the first worker's is that of all
+            changed["pipeline"] = "off"  # the first worker runs it for all
     return msgspec.structs.replace(settings, **changed)
 
 
 class WorkerHandle:
-    """One worker's process, over all its lives."""
+    """The process of one worker, restarted when it exits."""
 
     def __init__(self, supervisor: Supervisor, index: int) -> None:
         self._supervisor = supervisor
@@ -207,14 +205,14 @@ class WorkerHandle:
         self.ready = asyncio.Event()
         self.drained = asyncio.Event()
         self._draining = False
-        self.failed = False  # it ended before it was ever ready
+        self.failed = False  # it exited before it was ever ready
 
     async def run(self) -> None:
-        pause_s = RESTART_S
+        backoff_s = RESTART_S
         loop = asyncio.get_running_loop()
         while True:
             begun_s = loop.time()
-            end = await self._life()
+            outcome = await self._run_once()
             self.drained.set()
             if self._supervisor.stopping.is_set():
                 return
@@ -223,24 +221,24 @@ class WorkerHandle:
                 self._supervisor.stopping.set()
                 return
             if loop.time() - begun_s > STABLE_S:
-                pause_s = RESTART_S
-            logger.error("worker %d ended with %s; it is started again", self.index, end)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RESTART_S_MAX)
+                backoff_s = RESTART_S
+            logger.error("worker exited, restarting", extra=log_fields(worker=self.index, exit=str(outcome)))
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, RESTART_S_MAX)
             if self._supervisor.stopping.is_set():
                 return
             self.drained.clear()
 
-    async def _life(self) -> int | Exception:
-        """How it ended. One that could not begin, for want of memory or of descriptors, is tried again."""
+    async def _run_once(self) -> int | Exception:
+        """The exit code, or the error if it could not be started (without memory or descriptors): retried."""
         try:
-            return await self._live()
+            return await self._run_process()
         except Exception as error:
-            logger.exception("worker %d cannot be started", self.index)
-            await self._end()
+            logger.exception("cannot start worker, retrying", extra=log_fields(worker=self.index))
+            await self._kill()
             return error
 
-    async def _live(self) -> int:
+    async def _run_process(self) -> int:
         self.process = None
         setup = self._supervisor.setup(self.index)
         self._supervisor.clear_sockets(setup)
@@ -248,15 +246,15 @@ class WorkerHandle:
             sys.executable,
             "-m",
             "tailrace.cluster.worker_process",
-            str(self.index),  # for whoever looks at the list of processes
+            str(self.index),  # only shown in process lists
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us; we tell them
+            start_new_session=True,  # Ctrl-C only signals the supervisor, which stops the workers
         )
         assert process.stdout is not None
-        self.tell(setup.encode())
+        self.send_command(setup.encode())
         if self._draining:
-            self.tell(DRAIN)  # which was said while there was nobody to hear it
+            self.send_command(DRAIN)  # draining began while the worker was restarting
         while line := await process.stdout.readline():
             word, _, rest = line.decode().strip().partition(" ")
             if word == "ready":
@@ -266,7 +264,7 @@ class WorkerHandle:
                 self.drained.set()
         return await process.wait()
 
-    async def _end(self) -> None:
+    async def _kill(self) -> None:
         process = self.process
         if process is not None:
             self.signal(signal.SIGKILL)
@@ -274,9 +272,9 @@ class WorkerHandle:
 
     def drain(self) -> None:
         self._draining = True
-        self.tell(DRAIN)
+        self.send_command(DRAIN)
 
-    def tell(self, line: bytes) -> None:
+    def send_command(self, line: bytes) -> None:
         process = self.process
         if process is not None and process.returncode is None and process.stdin is not None:
             process.stdin.write(line)
@@ -317,16 +315,16 @@ class Supervisor:
 
     @staticmethod
     def clear_sockets(setup: WorkerSetup) -> None:
-        """Those of the worker's life before."""
-        for path in (setup.socket(setup.index), setup.door(setup.index)):
+        """Remove the sockets of the worker's previous process."""
+        for path in (setup.socket(setup.index), setup.handover_socket(setup.index)):
             Path(path).unlink(missing_ok=True)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
-        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
-        # Paths of sockets are short, whatever the data directory is called; only we may enter.
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        # A private directory with a short path, as the length of socket paths is limited.
         self._sockets = tempfile.mkdtemp(prefix="tailrace-")
         try:
             return await self._run()
@@ -335,7 +333,7 @@ class Supervisor:
 
     async def _run(self) -> int:
         self._workers = [WorkerHandle(self, index) for index in range(self._layout.workers)]
-        lives = [asyncio.create_task(worker.run()) for worker in self._workers]
+        runs = [asyncio.create_task(worker.run()) for worker in self._workers]
         stop = asyncio.create_task(self.stopping.wait())
         ready = asyncio.gather(*(worker.ready.wait() for worker in self._workers))
         await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -345,24 +343,24 @@ class Supervisor:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
         await stop
-        await self._stop(lives)
+        await self._stop(runs)
         return 1 if any(worker.failed for worker in self._workers) else 0
 
-    async def _stop(self, lives: list[asyncio.Task[None]]) -> None:
-        """All finish with their clients first; only then do they stop answering each other."""
+    async def _stop(self, runs: list[asyncio.Task[None]]) -> None:
+        """All workers finish client requests first; only then they stop serving each other."""
         logger.info("stopping")
-        patience_s = self._settings.limits.drain_ms / 1000 + STOP_S
+        timeout_s = self._settings.limits.drain_ms / 1000 + STOP_S
         for worker in self._workers:
             worker.drain()
-        await self._within(patience_s, *(worker.drained.wait() for worker in self._workers))
-        # The first one takes what the others have to tell, and stops last.
+        await self._within(timeout_s, *(worker.drained.wait() for worker in self._workers))
+        # The first worker receives events from the others, and stops last.
         for stopped in (slice(1, None), slice(0, 1)):
             for worker in self._workers[stopped]:
-                worker.tell(b"stop\n")
-            await self._within(patience_s, *(asyncio.shield(life) for life in lives[stopped]))
+                worker.send_command(b"stop\n")
+            await self._within(timeout_s, *(asyncio.shield(run) for run in runs[stopped]))
         for worker in self._workers:
-            worker.signal(signal.SIGKILL)  # whoever is still there
-        await asyncio.gather(*lives, return_exceptions=True)
+            worker.signal(signal.SIGKILL)  # if it has not stopped in time
+        await asyncio.gather(*runs, return_exceptions=True)
 
     @staticmethod
     async def _within(seconds: float, *waits: Awaitable[object]) -> None:
@@ -370,8 +368,8 @@ class Supervisor:
             async with asyncio.timeout(seconds):
                 await asyncio.gather(*waits, return_exceptions=True)
         except TimeoutError:
-            logger.warning("workers took longer than %d s", seconds)
+            logger.warning("workers did not stop in time", extra=log_fields(timeout_s=seconds))
 
-    def _hang_up(self) -> None:
+    def _reload(self) -> None:
         for worker in self._workers:
             worker.signal(signal.SIGHUP)

@@ -1,9 +1,9 @@
-"""Events of all workers in one stream: those of the server itself live on the first worker.
+"""Delivery of system stream events of all workers to the first worker, which has the system streams.
 
-Every other worker writes its events to a stream of its own (`__registry__/1`) in the records that commit what
-they tell of, and delivers them from there. How far it came is a fact that the first worker writes in the same
-record as the entries: whatever is sent again after a crash is known by its number, so each event arrives once
-and in its worker's order.
+Every other worker writes its events to a stream of its own (`__registry__/1`), in the same record as the
+change they report, and delivers them from there. The first worker stores the number of the last delivered
+entry in the same record as the entries, so repeats after a crash are recognised: each event arrives exactly
+once, in its worker's order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.log import listing, system_streams
@@ -31,7 +32,7 @@ DELIVERED_FACT: Final = "delivered/"
 FORWARDED_STREAMS: Final = (
     system_streams.REGISTRY_STREAM,
     system_streams.SEGMENTS_STREAM,
-)  # nobody may miss one of these
+)  # must be delivered without gaps
 SYSTEM_STREAMS: Final = (*FORWARDED_STREAMS, METRICS_STREAM)
 PAGE_ENTRIES: Final = 500
 PAGE_BYTES: Final = 1024 * 1024
@@ -41,71 +42,73 @@ JSON: Final = b"Content-Type: application/json\r\n"
 
 
 class EventDelivery(msgspec.Struct, frozen=True):
-    """Entries of one worker's stream, in order; none of them asks how far the other side is."""
+    """Entries of one worker's stream, in order; without entries it requests the last delivered number."""
 
     worker: int
     stream: str
     first: int  # number of the first entry
     entries: list[msgspec.Raw]
-    lost: bool = False  # those before it are gone for good: retention was faster
+    lost: bool = False  # earlier entries were trimmed by retention before they were delivered
 
 
 class DeliveryAck(msgspec.Struct, frozen=True):
-    last: int  # entry that has arrived
+    last: int  # number of the last delivered entry
 
 
 class EventSender:
-    """On every worker but the first: sends what its own streams have."""
+    """Delivers the events of this worker; on every worker but the first."""
 
     def __init__(self, log: Log, index: int, first: PeerClient) -> None:
         self._log = log
         self._index = index
         self._peer = first
-        self._news = asyncio.Event()
-        self._arrived = {name: asyncio.Event() for name in SYSTEM_STREAMS}  # all there is
+        self._new_events = asyncio.Event()
+        self._arrived = {name: asyncio.Event() for name in SYSTEM_STREAMS}  # all events are delivered
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._log.publisher.on_system_append.append(self._on_news)
+        self._log.publisher.on_own_streams.append(self._on_new_events)
         self._tasks = [asyncio.create_task(self._run(name)) for name in SYSTEM_STREAMS]
 
     async def stop(self) -> None:
-        """Delivers the rest, if it can be. What cannot is when the worker comes back."""
+        """Deliver the remaining events, if possible; else they are delivered after a restart."""
         try:
             async with asyncio.timeout(STOP_S_MAX):
                 for name in SYSTEM_STREAMS:
                     await self._arrived[name].wait()
         except TimeoutError:
-            logger.warning("not everything that this worker has to tell could be delivered")
+            logger.warning("cannot deliver all events to the first worker, retrying after a restart")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _on_news(self, stream: Stream) -> None:
+    def _on_new_events(self, stream: Stream) -> None:
         for arrived in self._arrived.values():
             arrived.clear()
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        new_events, self._new_events = self._new_events, asyncio.Event()
+        new_events.set()
 
     async def _run(self, name: str) -> None:
         position = -1
         while True:
-            news = self._news
+            new_events = self._new_events
             try:
                 position = await self._deliver(name, position)
             except TailraceError as error:
-                logger.debug("%s is not delivered: %s", name, error)
+                logger.debug(
+                    "cannot deliver events, retrying", extra=log_fields(stream=name, error=str(error))
+                )
                 await asyncio.sleep(RETRY_S)
                 position = -1
                 continue
             stream = self._log.find(name + self._log.own_suffix)
             if stream is None or stream.visible <= position:
-                if news is self._news:
+                if new_events is self._new_events:
                     self._arrived[name].set()
-                await news.wait()
+                await new_events.wait()
 
     async def _deliver(self, name: str, position: int) -> int:
-        """One page; the number of the last entry that has arrived."""
+        """Deliver one page; returns the number of the last delivered entry."""
         stream = self._log.find(name + self._log.own_suffix)
         if stream is None:
             return position
@@ -121,16 +124,16 @@ class EventSender:
     async def _send(self, delivery: EventDelivery) -> int:
         status, body = await self._peer.ask("POST", DELIVER_PATH, msgspec.json.encode(delivery))
         if status != 200:
-            raise TailraceError("unavailable", f"the first worker answered {status}")
+            raise TailraceError("unavailable", f"the first worker responded with {status}")
         return msgspec.json.decode(body, type=DeliveryAck).last
 
 
 class EventReceiver:
-    """On the first worker: takes what the others send."""
+    """Receives the events of the other workers; on the first worker."""
 
     def __init__(self, log: Log, prepare: Callable[[str], None]) -> None:
         self._log = log
-        self._prepare = prepare  # makes a stream that is more than its entries
+        self._prepare = prepare  # creates a stream that needs a schema or profile
 
     def receive(self, exchange: Exchange) -> None:
         delivery = msgspec.json.decode(exchange.body, type=EventDelivery)
@@ -139,7 +142,7 @@ class EventReceiver:
             delivery.stream == system_streams.REGISTRY_STREAM
             and listing.REGISTRY_SNAPSHOT_DUE in self._log.streams.meta
         ):
-            raise TailraceError("unavailable", "the registry begins anew first")
+            raise TailraceError("unavailable", "the registry is being rewritten; retry later")
         key = f"{DELIVERED_FACT}{delivery.worker}/{delivery.stream}"
         last = int(self._log.streams.meta.get(key, b"0"))
         fits = delivery.first == last + 1 or (delivery.lost and delivery.first > last)

@@ -1,8 +1,6 @@
-"""One worker: a server for the streams it owns, connected with all others.
+"""One worker: a server for the streams it owns, which proxies requests for all other streams to their owners.
 
-What a worker is told when it starts: a line of JSON on its standard input.
-
-One worker: a server of its own for the streams it owns, and a door to all others.
+The supervisor sends a worker its `WorkerSetup` as a line of JSON on standard input.
 """
 
 from __future__ import annotations
@@ -38,22 +36,22 @@ from tailrace.subscriptions.service import SubscriptionService
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    settings: Settings  # with the worker's own data directory and the object store that all share
+    settings: Settings  # with the worker's own data directory and the shared object store
     index: int
     count: int
     sockets: str  # the directory of the workers' sockets
-    restored: BootstrapReport | None = None  # what a bootstrap brought back before workers started
+    restored: BootstrapReport | None = None  # of a bootstrap before the workers started
 
     def socket(self, index: int) -> str:
         return f"{self.sockets}/{index}"
 
-    def door(self, index: int) -> str:
-        """Where a worker takes connections that another accepted."""
+    def handover_socket(self, index: int) -> str:
+        """The socket where a worker receives connections that another one accepted."""
         return f"{self.sockets}/{index}.door"
 
     @property
     def rates(self) -> str:
-        """Where workers count together what identities ask."""
+        """The file of the shared rate limit counters."""
         return f"{self.sockets}/rates"
 
     def encode(self) -> bytes:
@@ -69,15 +67,15 @@ def _path(kind: type, value: Any) -> object:
     return Path(value)
 
 
-# Between workers a connection rests until one of them stops.
+# Connections between workers never time out.
 NEVER_MS: Final = 2**40
-# What is said about the client beside the headers it repeated, which are in the head a second time.
+# Headers about the client in a relayed request, beside its own, which may be repeated.
 HEAD_BYTES_EXTRA: Final = 4096
 PAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
 class WorkerServer(Server):
-    """The first worker has what there is once in a server: subscriptions, documents, the hub."""
+    """A server process of a cluster. The first worker has subscriptions, documents and the hub."""
 
     shares_port = True
 
@@ -88,25 +86,33 @@ class WorkerServer(Server):
         limits = setup.settings.limits
         bounds = limits.request_ms, limits.append_queue_max_bytes
         self.peers = {index: PeerClient(setup.socket(index), loop, *bounds) for index in workers}
-        doors = {index: setup.door(index) for index in workers}
+        handover_sockets = {index: setup.handover_socket(index) for index in workers}
         super().__init__(setup.settings, directory, loop, system_stream_suffix(setup.index))
-        circle = Peers(setup.index, Placement(setup.count), self.peers, doors)
+        cluster = Peers(setup.index, Placement(setup.count), self.peers, handover_sockets)
         self.sealing.share = "first" if setup.index == FIRST_WORKER else "rest"
-        self._homes = fork_locations.ForkLocations(self.log, circle)
-        self.log.is_elsewhere = self._homes.is_elsewhere
+        self._fork_locations = fork_locations.ForkLocations(self.log, cluster)
+        self.log.is_elsewhere = self._fork_locations.is_elsewhere
         self._gather = ScatterGather(self.peers, setup.settings.limits, directory.deployment)
         self._handover = HandoverSender()
-        self._front = ProxyApp(
-            circle, self.context, self.app, super().front(), self._homes, self._gather, self._handover
+        self._proxy = ProxyApp(
+            cluster,
+            self.context,
+            self.app,
+            super().listener_app(),
+            self._fork_locations,
+            self._gather,
+            self._handover,
         )
         if isinstance(self._subscriptions, ClusterSubscriptions):
-            self._front.settle = self._subscriptions.settle
-        self._part = pipeline.LocalPipeline(self.pipeline)
-        self._spread: pipeline.ClusterPipeline | None = None
+            self._proxy.await_subscriptions = self._subscriptions.synchronise
+        self._local_pipeline = pipeline.LocalPipeline(self.pipeline)
+        self._cluster_pipeline: pipeline.ClusterPipeline | None = None
         if self.index == FIRST_WORKER:
-            self._spread = pipeline.ClusterPipeline(self.pipeline, circle, self._homes)
-            self._front.pipeline = self._spread.serve
-            self.watch.sources.open_remote = remote_sources.RemoteOrigins(self.log, circle, self._homes).find
+            self._cluster_pipeline = pipeline.ClusterPipeline(self.pipeline, cluster, self._fork_locations)
+            self._proxy.pipeline = self._cluster_pipeline.serve
+            self.watch.sources.elsewhere = remote_sources.RemoteOrigins(
+                self.log, cluster, self._fork_locations
+            ).find
         self._feed = feed.TailFeed(self.log, loop, self.app.guard.check)
         self._incoming = system_streams.EventReceiver(self.log, self._prepare)
         self._outgoing = system_streams.EventSender(self.log, self.index, self.peers[FIRST_WORKER])
@@ -118,7 +124,7 @@ class WorkerServer(Server):
         self.telemetry.relayed_requests.read = lambda: sum(peer.relayed for peer in peers)
         self.telemetry.moved_connections.read = lambda: self._handover.handed_over
 
-    # -- what is otherwise than in a single process --------------------------------------------------------
+    # -- overrides -----------------------------------------------------------------------------------------
 
     def subscriptions(self, context: Context) -> SubscriptionService:
         if self.index != FIRST_WORKER:
@@ -128,59 +134,59 @@ class WorkerServer(Server):
             self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry, others
         )
 
-    def front(self) -> App:
-        return self._front
+    def listener_app(self) -> App:
+        return self._proxy
 
     def metrics_app(self) -> App:
         return ClusterMetricsApp(super().metrics_app(), self._gather)
 
     async def start_services(self) -> None:
-        """The socket comes first: workers that start ask each other."""
+        """Open the peer socket first: starting workers send requests to each other."""
         await self._open_socket()
-        if self._spread is not None:
+        if self._cluster_pipeline is not None:
             await super().start_services()
-            self._spread.start()
+            self._cluster_pipeline.start()
         else:
             self._outgoing.start()
 
     async def stop_services(self) -> None:
-        if self._spread is not None:
-            await self._spread.stop()
+        if self._cluster_pipeline is not None:
+            await self._cluster_pipeline.stop()
             await super().stop_services()
 
     async def before_log_closes(self) -> None:
-        """What was told until now arrives: the first worker stops last."""
+        """Deliver all events to the first worker, which stops last."""
         if self.index != FIRST_WORKER:
             await self._outgoing.stop()
 
     async def _open_socket(self) -> None:
-        inner = PeerApp(self._front, self.app)
-        inner.questions = {
-            fork_locations.LOCATION_PATH.encode(): self._tell_home,
+        inner = PeerApp(self._proxy, self.app)
+        inner.handlers = {
+            fork_locations.LOCATION_PATH.encode(): self._respond_location,
             PEER_METRICS_PATH: self.app.health.metrics,
             system_streams.DELIVER_PATH.encode(): self._incoming.receive,
             feed.FOLLOW_PATH.encode(): self._feed.follow,
             feed.INTEREST_PATH.encode(): self._feed.interest,
             feed.WAKE_PATH.encode(): self._feed.wake,
-            remote_sources.SOURCE_PATH.encode(): remote_sources.SourceServer(self.log).answer,
-            pipeline.BACKLOG_PATH.encode(): self._part.tell_demand,
-            **dict.fromkeys(pipeline.PART_PATHS, self._part.answer),
+            remote_sources.SOURCE_PATH.encode(): remote_sources.SourceServer(self.log).respond,
+            pipeline.BACKLOG_PATH.encode(): self._local_pipeline.respond_backlog,
+            **dict.fromkeys(pipeline.PART_PATHS, self._local_pipeline.respond),
         }
         self._inner = HttpServer(inner, peer_limits(self._setup.settings.limits))
-        self._front.on_forget.append(self._inner.cached_heads.clear)
-        self.app.rates.inside = self._inner
+        self._proxy.on_forget.append(self._inner.heads_known.clear)
+        self.app.rates.peer_listener = self._inner
         await self._inner.start_unix(self._setup.socket(self.index))
 
     async def start(self) -> None:
         await super().start()
         assert self._http is not None
         self._adoption = HandoverReceiver(
-            self._http, self._setup.door(self.index), asyncio.get_running_loop()
+            self._http, self._setup.handover_socket(self.index), asyncio.get_running_loop()
         )
-        self._front.on_forget.append(self._http.cached_heads.clear)
+        self._proxy.on_forget.append(self._http.heads_known.clear)
 
     async def drain_clients(self) -> None:
-        """The first half of stopping: clients are served to the end, by all workers together."""
+        """First phase of the shutdown: finish client requests while all workers are still running."""
         self.app.health.stopping = True
         if self._adoption is not None:
             self._adoption.close()
@@ -191,12 +197,12 @@ class WorkerServer(Server):
             await self._metrics.drain()
 
     async def cut_clients(self) -> None:
-        """Instead of the first half, when there is no time for it."""
+        """Close client connections without draining them."""
         if self._http is not None:
             await self._http.close()
 
     async def stop(self) -> None:
-        """The second half: nobody asks any more."""
+        """Second phase of the shutdown: no worker sends requests any more."""
         await self.drain_clients()
         self._feed.end()
         if self._inner is not None:
@@ -210,16 +216,16 @@ class WorkerServer(Server):
         if name == METRICS_STREAM:
             self._stream_metrics.stream()
 
-    def _tell_home(self, exchange: Exchange) -> None:
+    def _respond_location(self, exchange: Exchange) -> None:
         name = parse_query(exchange.query)["name"]
-        exchange.respond(200, responses.JSON_TYPE, msgspec.json.encode(self._homes.tell(name)))
+        exchange.respond(200, responses.JSON_TYPE, msgspec.json.encode(self._fork_locations.lookup(name)))
 
 
 def peer_limits(limits: Limits) -> Limits:
-    """Clients are counted, timed and measured where they are connected.
+    """The limits of the peer socket; those of clients are enforced by the worker they are connected to.
 
-    What is passed on has a longer head than it came with, and what workers tell each other comes in pages
-    that have nothing to do with what a client may send.
+    A relayed request has a longer head than the original one, and pages sent between workers may be larger
+    than the bodies of clients.
     """
     return msgspec.structs.replace(
         limits,

@@ -1,7 +1,7 @@
-"""The process of one worker: started by the supervisor, told on its standard input, answering on its output.
+"""The process of one worker, started by the supervisor, which sends commands to its standard input.
 
-In: the setup as one line of JSON, then `drain` and `stop`. Out: `ready <url>`, `drained`. When its input
-ends the supervisor is gone, and the worker stops as well.
+Input: the setup as one line of JSON, then `drain` and `stop`. Output: `ready <url>`, `drained`. When the
+input ends, the supervisor has exited and the worker stops as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-    # Signals are for the supervisor, which stops all workers together.
+    # The supervisor handles signals and stops all workers together.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -51,37 +51,35 @@ def main() -> int:
 
 async def run_worker(setup: WorkerSetup) -> None:
     loop = asyncio.get_running_loop()
-    orders = await _open_commands(loop)
+    commands = await _open_commands(loop)
     directory = DataDirectory(setup.settings.data_dir)
     try:
         server = WorkerServer(setup, directory, loop)
     except OSError as error:
         directory.close()
-        raise TailraceError(
-            "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
-        ) from error
+        raise TailraceError("unavailable", f"cannot read data directory {directory.path}: {error}") from error
     try:
         if setup.restored is not None:
             startup.record_restore(setup.restored, server.telemetry)
         await server.start()
-        loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
         report(f"ready {server.url}")
-        order = await orders.readline()
-        if order == b"drain\n":
+        command = await commands.readline()
+        if command == b"drain\n":
             await server.drain_clients()
             report("drained")
-            await orders.readline()
+            await commands.readline()
         else:
-            logger.warning("the supervisor is gone; stopping")
+            logger.warning("supervisor has exited, stopping")
             await server.cut_clients()  # another server may be waiting for the directory
-            shutil.rmtree(setup.sockets, ignore_errors=True)  # nobody else will
+            shutil.rmtree(setup.sockets, ignore_errors=True)  # instead of the supervisor
     finally:
         await server.stop()
         directory.close()
 
 
 def _first_line(descriptor: int) -> bytes:
-    """The line and not a byte more: an order that came with it is for whoever reads the descriptor next."""
+    """Read one line unbuffered: commands after it are read from the descriptor later."""
     with open(descriptor, "rb", buffering=0, closefd=False) as unbuffered:
         return unbuffered.readline()
 
@@ -97,7 +95,7 @@ def report(line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        logger.warning("the supervisor is gone")
+        logger.warning("supervisor has exited")
 
 
 if __name__ == "__main__":

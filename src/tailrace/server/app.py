@@ -1,9 +1,8 @@
 """The application behind the listener: routing, authentication, and the recheck of open connections when
 credentials change.
 
-The application behind the listener: one router, one policy, one form of headers and errors.
-
-Sees to it that whoever loses their right loses their open connections, too.
+Routes are matched in this order: `/v1/stream/__ds` (subscriptions), sub-resources of a stream, the stream
+itself, routes of the server. Paths of streams seen before are cached and skip all matching.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Final
 
 from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
@@ -62,7 +62,7 @@ ResourceHandler = Callable[[Exchange, Identity, bytes, str], None]  # with the m
 
 
 class TailraceApp:
-    """Routes requests. `__ds` first, then sub-resources, then the stream itself."""
+    """Routes requests to the routes of each room, after authentication."""
 
     def __init__(
         self, context: Context, verifier: TokenVerifier | None, grants: GrantStore | None = None
@@ -72,8 +72,8 @@ class TailraceApp:
         self._grants = grants
         settings = context.settings
         proxies = load_trusted_proxies(settings.trusted_proxies)
-        vouching = ClientResolver(settings.edge_signing_key, context.clock, proxies)
-        self.rates = IdentityRateLimiter(context.limits, context.clock, vouching)
+        clients = ClientResolver(settings.edge_signing_key, context.clock, proxies)
+        self.rates = IdentityRateLimiter(context.limits, context.clock, clients)
         self.identities = IdentityRoutes(context, verifier)
         self.live = LiveReaders(context)
         self.reads = ReadRoutes(context, self.live)
@@ -94,7 +94,7 @@ class TailraceApp:
         self.details = DetailsRoutes(context, self.live)
         self.routing_keys = RoutingKeyRoutes(context)
         self.search = SearchRoutes(context)
-        # What belongs to a stream, by the last segment of its path.
+        # Sub-resources of a stream by the last segment of the path.
         self.resources: dict[str, ResourceHandler] = {
             "_aggregate": AggregateRoutes(context, self.search).serve,
             "_details": self.details.details,
@@ -117,13 +117,13 @@ class TailraceApp:
         self.common_headers = CommonHeaders(settings.resource_policy, AllowedOrigins(settings), total)
         self.fixed_headers = self.common_headers.fixed
 
-    # -- what net asks for -------------------------------------------------------------------------------
+    # -- called by the HTTP server -----------------------------------------------------------------------
 
     def handle(self, exchange: Exchange) -> None:
         method, path = exchange.method, exchange.path
         name = self._names.get(path)
         if name is not None and method != b"OPTIONS":
-            # A stream this server has seen before: the way of nearly every request.
+            # A stream seen before: the path of nearly every request.
             identity = ANONYMOUS if self._verifier is None else self.identify(exchange)
             if method == b"POST":
                 self._append(exchange, identity, name)
@@ -135,7 +135,7 @@ class TailraceApp:
             return
         if path.startswith(STREAM_PREFIX):
             if path.startswith(CONTROL_PREFIX) and path[len(CONTROL_PREFIX) :][:1] in (b"", b"/"):
-                # Wakes are answered with tokens of their own, so who is calling is asked route by route.
+                # Wake responses carry tokens of their own, so each route here identifies its client.
                 self._control(exchange, path[len(CONTROL_PREFIX) :])
             else:
                 self._stream(exchange, self.identify(exchange), method, path[len(STREAM_PREFIX) :])
@@ -148,8 +148,11 @@ class TailraceApp:
             return self.handle
         return self._streams.handler_for(exchange, name) or self.handle
 
-    def knows(self, exchange: Exchange) -> bool:
-        """Whether the client of a request whose body is still coming has a token; 401 if it needs one."""
+    def has_token(self, exchange: Exchange) -> bool:
+        """Whether the client of a request has a valid token, checked before its body is received.
+
+        Raises 401 if the request requires one.
+        """
         if self._verifier is None:
             return True
         try:
@@ -157,16 +160,16 @@ class TailraceApp:
         except TailraceError:
             if exchange.method in BODY_METHODS and not exchange.path.startswith(CONTROL_PREFIX):
                 raise
-            return False  # a wake is answered with its own token
+            return False  # wake responses carry a token of their own
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         self._telemetry.refused.add(error.code)
         return responses.render_error(exchange, error)
 
     def use_index_files(self, files: IndexFileService) -> None:
-        """Everything that answers queries reads index files from here."""
-        self.search.searcher.catalogue = files.catalogue
-        self.filtered.catalogue = files.catalogue
+        """Set the index files of search, filtered reads and routing keys."""
+        self.search.searcher.library = files.library
+        self.filtered.library = files.library
         self.routing_keys.listing.lexicons = files.keys
 
     def _profile_changed(self, stream: Stream) -> None:
@@ -174,7 +177,7 @@ class TailraceApp:
         self.touch.reset(stream)
 
     def end_live(self) -> None:
-        """Shutdown: nobody is kept waiting."""
+        """Shutdown: end all live connections and waits."""
         self.reads.end_waits()
         self.details.end_waits()
         self.touch.end_all()
@@ -186,18 +189,18 @@ class TailraceApp:
         self.adoptions.end_all()
         self.otlp.close()
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Ends the connections of whoever has lost their right, and counts them."""
-        ended = self.live.recheck(stands) + self.reads.recheck(stands)
-        ended += self.details.recheck(stands) + self.touch.recheck(stands)
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """Close connections whose credentials are no longer valid, and return how many."""
+        closed = self.live.recheck(is_valid) + self.reads.recheck(is_valid)
+        closed += self.details.recheck(is_valid) + self.touch.recheck(is_valid)
         if self.watch is not None:
-            ended += self.watch.recheck(stands)
+            closed += self.watch.recheck(is_valid)
         if self.hub is not None:
-            ended += self.hub.runner.recheck(stands)
-        return ended
+            closed += self.hub.runner.recheck(is_valid)
+        return closed
 
     def recheck_hub(self) -> None:
-        """The hub's rules are others: readers of its streams that they do not suffer have to go."""
+        """The hub's rules changed: close connections that may no longer read their hub stream."""
         self.live.recheck_hub()
         self.reads.recheck_hub()
 
@@ -205,27 +208,27 @@ class TailraceApp:
 
     def identify(self, exchange: Exchange) -> Identity:
         if self._verifier is None:
-            return self._granted(exchange)
+            return self._internal_identity(exchange)
         begun = time.monotonic() if self._timing else 0.0
         identity = self._verifier.verify(exchange.headers.get(b"authorization"))
         if self.rates.any:
-            self.rates.take(identity, exchange)
+            self.rates.consume(identity, exchange)
         if self._timing:
             add_phase(exchange, "auth", time.monotonic() - begun)
         return identity
 
-    def _granted(self, exchange: Exchange) -> Identity:
-        """Nobody needs a token here; jobs of the server have one, for what others may not do."""
-        given = exchange.headers.get(b"authorization")
-        if given is None or self._grants is None:
+    def _internal_identity(self, exchange: Exchange) -> Identity:
+        """Without authentication: clients are anonymous, jobs of the server have tokens with more rights."""
+        credentials = exchange.headers.get(b"authorization")
+        if credentials is None or self._grants is None:
             return ANONYMOUS
-        return self._grants.find(given.partition(b" ")[2]) or ANONYMOUS
+        return self._grants.find(credentials.partition(b" ")[2]) or ANONYMOUS
 
     def _check_body(self, exchange: Exchange) -> None:
-        """For requests whose bodies are decoded: that takes many times their size."""
+        """Limit bodies that are decoded as a whole, as that takes many times their size."""
         limit = self._context.limits.request_body_bytes
         if len(exchange.body) > limit:
-            message = f"the body is over {limit} bytes"
+            message = f"the body has {len(exchange.body)} bytes, the limit is {limit}"
             raise TailraceError("payload_too_large", message, limit_bytes=limit)
 
     def _control(self, exchange: Exchange, rest: bytes) -> None:
@@ -241,12 +244,12 @@ class TailraceApp:
             return
         name, slash, key = raw.rpartition(b"/pk/")
         if slash and b"/" not in key:
-            self._by_key(
+            self._read_key(
                 exchange, identity, method, stream_names.decode_name(name), stream_names.decode_name(key)
             )
             return
         if decoded is None or not stream_names.is_valid_name(decoded, self._context.limits.name_bytes):
-            raise TailraceError("not_found", "no stream can have this name")
+            raise TailraceError("not_found", "invalid stream name")
         if stream_names.is_sub_resource_name(decoded):
             self._sub_resource(exchange, identity, method, decoded)
             return
@@ -269,7 +272,7 @@ class TailraceApp:
         name, _, resource = path.rpartition("/")
         serve = self.resources.get(resource) if name else None
         if serve is None:
-            raise TailraceError("not_found", "there is no such resource on this server")
+            raise TailraceError("not_found", "resource not found")
         serve(exchange, identity, method, name)
 
     def _stream_method(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -288,14 +291,14 @@ class TailraceApp:
         else:
             raise method_not_allowed(STREAM_METHODS)
 
-    def _by_key(
+    def _read_key(
         self, exchange: Exchange, identity: Identity, method: bytes, name: str | None, key: str | None
     ) -> None:
-        """`/pk/{key}`: the key is one segment of the raw path and may hold anything, an encoded slash too."""
+        """`/pk/{key}`: the key is one segment of the raw path and may contain an encoded slash."""
         if method not in (b"GET", b"HEAD"):
             raise method_not_allowed("GET, HEAD, OPTIONS")
         if name is None or not key or not stream_names.is_valid_name(name, self._context.limits.name_bytes):
-            raise TailraceError("not_found", "no stream can have this name, or no entry this key")
+            raise TailraceError("not_found", "invalid stream name or empty key")
         self.reads.read(exchange, identity, name, key)
 
     def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
@@ -307,7 +310,7 @@ class TailraceApp:
         elif self.health.handles(path):
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.health.answer(exchange, path, self.identify)
+            self.health.respond(exchange, path, self.identify)
         elif path == description.OPENAPI_PATH:
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
@@ -317,9 +320,9 @@ class TailraceApp:
         elif path in SERVER_PATHS and self.server is not None:
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.server.answer(exchange, self.identify(exchange), path)
+            self.server.respond(exchange, self.identify(exchange), path)
         elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
-            self.pipeline.answer(exchange, self.identify(exchange), method, path)
+            self.pipeline.respond(exchange, self.identify(exchange), method, path)
         elif path == TRACES_PATH:
             self.otlp.traces(exchange, self.identify(exchange), method)
         elif self.watch is not None and self.watch.handles(path):
@@ -331,7 +334,7 @@ class TailraceApp:
                 raise method_not_allowed("POST, OPTIONS")
             self.seal(exchange, self.identify(exchange))
         else:
-            raise TailraceError("not_found", "there is nothing at this path")
+            raise TailraceError("not_found", "path not found")
 
 
 auth_logger = logging.getLogger("tailrace.auth")
@@ -340,14 +343,14 @@ CREDENTIAL_POLL_S: Final = 1.0
 
 
 class CredentialWatch:
-    """Looks every second whether keys are others or something was revoked, here or by another process."""
+    """Polls every second for changed keys and revocations, made here or by another process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, verifier: TokenVerifier, app: TailraceApp) -> None:
         self._loop = loop
         self._verifier = verifier
         self._app = app
         self._timer: asyncio.TimerHandle | None = None
-        self.ended = 0  # connections, so far
+        self.closed = 0  # connections closed so far
 
     def start(self) -> None:
         self._verifier.start()
@@ -363,21 +366,21 @@ class CredentialWatch:
         book = self._verifier.book
         telemetry.api_keys.read = lambda: len(book.keys)
         telemetry.revocations.read = lambda: len(book.revocations)
-        telemetry.connections_revoked.read = lambda: self.ended
+        telemetry.connections_revoked.read = lambda: self.closed
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)
-        self.look()
+        self.poll()
 
-    def look(self) -> None:
-        if not self._verifier.poll_changes():
+    def poll(self) -> None:
+        if not self._verifier.changed():
             return
-        ended = self._app.recheck(self._verifier.is_valid)
-        self.ended += ended
-        if ended:
-            auth_logger.info("%d connections ended, whose tokens are good no more", ended)
+        closed = self._app.recheck(self._verifier.stands)
+        self.closed += closed
+        if closed:
+            auth_logger.info("closed connections with revoked tokens", extra=log_fields(connections=closed))
 
     def reload(self) -> None:
-        """SIGHUP: also what would be looked for only in a while is looked for now."""
+        """SIGHUP: reload all credentials now."""
         self._verifier.reload()
-        self.look()
+        self.poll()

@@ -1,9 +1,4 @@
-"""Health, readiness and metrics routes, and the separate metrics listener.
-
-Health, readiness and metrics.
-
-A listener of its own for the metrics, so that they can be scraped without a token.
-"""
+"""Health, readiness and metrics routes, and the separate listener where metrics need no token."""
 
 from __future__ import annotations
 
@@ -21,26 +16,26 @@ HEALTH_PATHS = frozenset({b"/healthz", b"/health"})
 
 
 class HealthRoutes:
-    """Never behind authentication, apart from the metrics."""
+    """Health and readiness need no token; metrics do."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.stopping = False
-        self.object_store: Callable[[], str] | None = None  # "ok", or what is wrong with it
-        self.more: Callable[[], dict[str, object]] | None = None  # what else is said of health
+        self.object_store: Callable[[], str] | None = None  # returns "ok" or an error
+        self.more: Callable[[], dict[str, object]] | None = None  # further fields of the health response
 
     def handles(self, path: bytes) -> bool:
         return path in HEALTH_PATHS or path in (b"/readyz", b"/metrics")
 
-    def answer(self, exchange: Exchange, path: bytes, identify: Callable[[Exchange], Identity]) -> None:
+    def respond(self, exchange: Exchange, path: bytes, identify: Callable[[Exchange], Identity]) -> None:
         if path == b"/metrics":
             authorise(identify(exchange), Action.INSPECT_SERVER)
             self.metrics(exchange)
         else:
-            self.answer_open(exchange, path, in_detail=self._manages(exchange, identify))
+            self.respond_public(exchange, path, in_detail=self._may_inspect(exchange, identify))
 
-    def answer_open(self, exchange: Exchange, path: bytes, *, in_detail: bool = False) -> None:
-        """The routes that everybody may ask."""
+    def respond_public(self, exchange: Exchange, path: bytes, *, in_detail: bool = False) -> None:
+        """Health or readiness."""
         if path in HEALTH_PATHS:
             more = {} if self.more is None else self.more()
             self._json(exchange, 200, {"status": "ok", **more})
@@ -63,11 +58,11 @@ class HealthRoutes:
         reason = self.unready_reason
         details: dict[str, object] = {}
         if self.object_store is not None:
-            # What the store answered names the bucket and who asked: not for everybody.
+            # The error of the store names the bucket and the access key: not for anonymous clients.
             state = self.object_store()
             details["object_store"] = state if in_detail else state.partition(":")[0]
         if reason is None:
-            # Without its object store a server is ready until too much waits for it.
+            # Without its object store a server is ready until its backlog is too large.
             ready = {"status": "ready", "deployment": self._context.deployment, **details}
             self._json(exchange, 200, ready)
             return
@@ -77,8 +72,8 @@ class HealthRoutes:
     def _json(self, exchange: Exchange, status: int, body: Mapping[str, object], head: bytes = b"") -> None:
         exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE + head, orjson.dumps(body))
 
-    def _manages(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> bool:
-        """Whoever has no token, or a bad one, is told as much as everybody."""
+    def _may_inspect(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> bool:
+        """Whether the response may have details; no error without a valid token."""
         if self._context.settings.auth_configured and b"authorization" not in exchange.headers:
             return False
         try:
@@ -89,7 +84,7 @@ class HealthRoutes:
 
 
 class MetricsApp:
-    """Health, readiness and metrics, and nothing else. Who can reach the port may read them."""
+    """Serves health, readiness and metrics on a port of their own, without authentication."""
 
     fixed_headers: bytes | None = b"X-Content-Type-Options: nosniff\r\n"
 
@@ -103,11 +98,13 @@ class MetricsApp:
         if not self._health.handles(exchange.path):
             raise TailraceError("not_found", "this port serves /metrics, /healthz and /readyz")
         if exchange.method not in (b"GET", b"HEAD"):
-            raise TailraceError("method_not_allowed", "only GET and HEAD", headers=(("Allow", "GET, HEAD"),))
+            raise TailraceError(
+                "method_not_allowed", "the method must be GET or HEAD", headers=(("Allow", "GET, HEAD"),)
+            )
         if exchange.path == b"/metrics":
             self._health.metrics(exchange)
         else:
-            self._health.answer_open(exchange, exchange.path)
+            self._health.respond_public(exchange, exchange.path)
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         return responses.error_response(error)

@@ -1,4 +1,4 @@
-"""`/v1/server/_keys`, `_revocations` and `_revoked`: API keys, and tokens that are good no more."""
+"""`/v1/server/_keys`, `_revocations` and `_revoked`: API keys and revoked tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tailrace.auth import (
     create_api_key,
 )
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import if_none_match
@@ -32,7 +33,7 @@ logger = logging.getLogger("tailrace.auth")
 KEYS_PATH: Final = b"/v1/server/_keys"
 REVOCATIONS_PATH: Final = b"/v1/server/_revocations"
 REVOKED_PATH: Final = b"/v1/server/_revoked"
-LISTED_MAX: Final = 1000  # revocations, the newest first
+LISTED_MAX: Final = 1000  # the newest revocations
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Seconds = Annotated[int, msgspec.Meta(ge=1, le=10**11)]
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class NewApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What is asked of a key; the server chooses its id and its secret."""
+    """The properties of a new key; the server chooses its id and secret."""
 
     sub: Text
     scopes: list[str]
@@ -52,22 +53,22 @@ class NewApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
 
 
 class Revoke(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One token by `jti`, or all that were issued to `sub` up to now."""
+    """Revokes one token by `jti`, or all tokens issued to `sub` up to now."""
 
     jti: Text | None = None
     sub: Text | None = None
-    exp: Seconds | None = None  # of the token; after it nothing needs to be remembered
+    exp: Seconds | None = None  # expiry of the token, after which the revocation can be deleted
 
 
 class IdentityRoutes:
-    """For whoever manages the whole server. Files are written on a thread."""
+    """Requires the right to manage the whole server. Files are written on a thread."""
 
     def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
         self._context = context
         self._verifier = verifier
         self._tasks: set[asyncio.Task[None]] = set()
-        self.on_change: Callable[[], None] = _nothing
-        self._marks = (0, *_encode_marks(RevokedHashes()))  # the version of the book, tag and bytes
+        self.on_change: Callable[[], None] = _ignore_change
+        self._marks = (0, *_encode_marks(RevokedHashes()))  # version of the records, ETag and body
 
     def handles(self, path: bytes) -> bool:
         return path in (KEYS_PATH, REVOCATIONS_PATH, REVOKED_PATH) or path.startswith(KEYS_PATH + b"/")
@@ -76,7 +77,7 @@ class IdentityRoutes:
         self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
     ) -> None:
         if path == REVOKED_PATH:
-            self._follow(exchange, method, identify)
+            self._respond_revoked(exchange, method, identify)
             return
         whole = path in (KEYS_PATH, REVOCATIONS_PATH)
         if method not in ((b"GET", b"HEAD", b"POST") if whole else (b"DELETE",)):
@@ -84,82 +85,82 @@ class IdentityRoutes:
         identity = identify(exchange)
         authorise(identity, Action.MANAGE_IDENTITIES)
         if self._verifier is None:
-            raise TailraceError("conflict", "this server asks nobody for a token: there are no keys")
+            raise TailraceError("conflict", "authentication is not configured, so there are no keys")
         if not whole:
             self._remove_key(exchange, identity, path[len(KEYS_PATH) + 1 :])
         elif method == b"POST":
-            (self._make_key if path == KEYS_PATH else self._revoke)(exchange, identity)
+            (self._create_key if path == KEYS_PATH else self._revoke)(exchange, identity)
         else:
             (self._show_keys if path == KEYS_PATH else self._show_revocations)(exchange)
 
     # -- keys ------------------------------------------------------------------------------------------
 
     def _show_keys(self, exchange: Exchange) -> None:
-        book = self._known.book
-        self._run(
-            exchange,
-            book.read_records,
-            lambda found: (200, {"keys": [key.to_public() for key in found.keys]}),
+        book = self._required_verifier.book
+        self._respond_later(
+            exchange, book.listed, lambda found: (200, {"keys": [key.shown() for key in found.keys]})
         )
 
-    def _make_key(self, exchange: Exchange, identity: Identity) -> None:
-        asked = _decode_body(exchange, NewApiKey)
+    def _create_key(self, exchange: Exchange, identity: Identity) -> None:
+        request = _decode_body(exchange, NewApiKey)
         key, text = create_api_key(
-            sub=asked.sub,
-            scopes=asked.scopes,
-            streams=asked.streams,
-            dbs=asked.databases,
-            actor_id=asked.actor_id,
-            lifetime_s=asked.expires_in,
+            sub=request.sub,
+            scopes=request.scopes,
+            streams=request.streams,
+            dbs=request.databases,
+            actor_id=request.actor_id,
+            lifetime_s=request.expires_in,
             clock=self._context.clock,
         )
-        book = self._known.book
+        book = self._required_verifier.book
 
-        def answer(_: None) -> tuple[int, Json]:
-            logger.info("API key %s of %r was made by %r", key.id, key.sub, identity.sub)
-            return 201, {"key": text, **key.to_public()}
+        def build_response(_: None) -> tuple[int, Json]:
+            logger.info("API key created", extra=log_fields(key=key.id, sub=key.sub, by=identity.sub))
+            return 201, {"key": text, **key.shown()}
 
-        self._run(exchange, lambda: book.add_key(key), answer)
+        self._respond_later(exchange, lambda: book.add_key(key), build_response)
 
     def _remove_key(self, exchange: Exchange, identity: Identity, raw_id: bytes) -> None:
         key_id = stream_names.decode_name(raw_id) or ""
-        book = self._known.book
+        book = self._required_verifier.book
 
-        def answer(_: None) -> tuple[int, None]:
-            logger.info("API key %s was revoked by %r", key_id, identity.sub)
+        def build_response(_: None) -> tuple[int, None]:
+            logger.info("API key revoked", extra=log_fields(key=key_id, by=identity.sub))
             return 204, None
 
-        self._run(exchange, lambda: book.remove_key(key_id), answer)
+        self._respond_later(exchange, lambda: book.remove_key(key_id), build_response)
 
     # -- revocations -----------------------------------------------------------------------------------
 
     def _show_revocations(self, exchange: Exchange) -> None:
-        def answer(found: IdentityRecords) -> tuple[int, Json]:
+        def build_response(found: IdentityRecords) -> tuple[int, Json]:
             listed = sorted((*found.tokens, *found.subjects), key=lambda one: one.at, reverse=True)
             shown = [msgspec.to_builtins(one) for one in listed[:LISTED_MAX]]
             return 200, {"total": len(listed), "revocations": shown}
 
-        self._run(exchange, self._known.book.read_records, answer)
+        self._respond_later(exchange, self._required_verifier.book.listed, build_response)
 
-    def _follow(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
-        """What edges ask every few seconds. Where nobody needs a token, none can be revoked."""
+    def _respond_revoked(
+        self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]
+    ) -> None:
+        """Polled by edges every few seconds; empty without authentication."""
         if method not in (b"GET", b"HEAD"):
             raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         authorise(identify(exchange), Action.FOLLOW_REVOCATIONS)
         book = None if self._verifier is None else self._verifier.book
         if book is None or book.version == self._marks[0]:
-            self._show_marks(exchange)
+            self._respond_marks(exchange)
             return
         version, revocations = book.version, book.revocations
 
         async def renew() -> None:
-            # Hashing tens of thousands of them takes longer than the loop has for one request.
-            self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.hashes())))
-            self._show_marks(exchange)
+            # On a thread: hashing tens of thousands of them would block the event loop.
+            self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.marks())))
+            self._respond_marks(exchange)
 
         self._spawn(renew())
 
-    def _show_marks(self, exchange: Exchange) -> None:
+    def _respond_marks(self, exchange: Exchange) -> None:
         _, tag, body = self._marks
         head = b"Cache-Control: private, no-cache\r\nETag: %b\r\n" % tag.encode()
         known = exchange.headers.get(b"if-none-match")
@@ -169,54 +170,63 @@ class IdentityRoutes:
             exchange.respond(200, responses.JSON_TYPE + head, body)
 
     def _revoke(self, exchange: Exchange, identity: Identity) -> None:
-        asked = _decode_body(exchange, Revoke)
-        jti, sub, book = asked.jti, asked.sub, self._known.book
+        request = _decode_body(exchange, Revoke)
+        jti, sub, book = request.jti, request.sub, self._required_verifier.book
         if (jti is None) == (sub is None):
-            raise TailraceError("invalid_request", "a revocation names a jti or a sub")
+            raise TailraceError("invalid_request", "a revocation must have either jti or sub")
         if jti is not None and (jti.count(".") == 2 or jti.startswith(("trk_", "trg_"))):
-            raise TailraceError("invalid_request", "jti is the id of a token, not the token or a key")
+            raise TailraceError("invalid_request", "jti must be the id of a token, not the token or a key")
 
         def work() -> None:
             if jti is not None:
-                book.revoke_token(jti, asked.exp)
+                book.revoke_token(jti, request.exp)
             elif sub is not None:
                 book.revoke_subject(sub)
 
-        def answer(_: None) -> tuple[int, Json]:
-            logger.info("%s was revoked by %r", f"token {jti!r}" if jti else f"subject {sub!r}", identity.sub)
+        def build_response(_: None) -> tuple[int, Json]:
+            if jti:
+                logger.info("token revoked", extra=log_fields(jti=jti, by=identity.sub))
+            else:
+                logger.info("all tokens of a subject revoked", extra=log_fields(sub=sub, by=identity.sub))
             return 200, {"revoked": {"jti": jti} if jti else {"sub": sub}}
 
-        self._run(exchange, work, answer)
+        self._respond_later(exchange, work, build_response)
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------------
 
     @property
-    def _known(self) -> TokenVerifier:
-        assert self._verifier is not None, "asked before any of this"
+    def _required_verifier(self) -> TokenVerifier:
+        assert self._verifier is not None, "checked in `serve`"
         return self._verifier
 
-    def _run(
-        self, exchange: Exchange, work: Callable[[], T], answer: Callable[[T], tuple[int, Json | None]]
+    def _respond_later(
+        self,
+        exchange: Exchange,
+        work: Callable[[], T],
+        build_response: Callable[[T], tuple[int, Json | None]],
     ) -> None:
-        self._spawn(self._answered(exchange, work, answer))
+        self._spawn(self._respond(exchange, work, build_response))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answered(
-        self, exchange: Exchange, work: Callable[[], T], answer: Callable[[T], tuple[int, Json | None]]
+    async def _respond(
+        self,
+        exchange: Exchange,
+        work: Callable[[], T],
+        build_response: Callable[[T], tuple[int, Json | None]],
     ) -> None:
-        """The answer comes when the change is on disk and in force here."""
+        """Respond when the change is on disk and in effect in this process."""
         try:
             found = await asyncio.to_thread(work)
             self.on_change()
-            status, body = answer(found)
+            status, body = build_response(found)
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
         except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
+            responses.respond_error(exchange, TailraceError("internal", "request failed"))
             raise
         else:
             head = responses.NO_STORE if body is None else responses.JSON_TYPE + responses.NO_STORE
@@ -227,14 +237,14 @@ def _decode_body(exchange: Exchange, form: type[T]) -> T:
     try:
         return msgspec.json.decode(exchange.body, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TailraceError("invalid_request", f"the request cannot be understood: {error}") from None
+        raise TailraceError("invalid_request", f"invalid body: {error}") from None
 
 
 def _encode_marks(marks: RevokedHashes) -> tuple[str, bytes]:
-    """Tag and bytes: the same in every process that has read the same file."""
+    """ETag and body: the same in every process that has read the same file."""
     body = orjson.dumps({"tokens": sorted(marks.tokens), "subjects": dict(sorted(marks.subjects.items()))})
     return f'"{xxhash.xxh3_128_hexdigest(body)}"', body
 
 
-def _nothing() -> None:
-    """Nobody has to be told."""
+def _ignore_change() -> None:
+    """The default `on_change`: no connections to recheck."""

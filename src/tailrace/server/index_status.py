@@ -1,8 +1,6 @@
-"""The _index_status document: which index families a stream is configured for, and how far each of them is.
+"""The `_index_status` document: the index families of a stream and the progress of each.
 
-The documents of a stream that its details repeat: registry and profile, as they are durable.
-
-`_index_status`: which index families a stream is configured for, and how far each of them is.
+Also reads the durable registry and profile of a stream, which `_details` repeats.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ GENERIC_PROFILE = orjson.dumps({"apiVersion": PROFILE_VERSION, "profile": {"kind
 
 
 class StreamDocuments(NamedTuple):
-    """Bodies as their own endpoints show them, and what index families have to know of them."""
+    """The bodies of `_schema` and `_profile`, and what decides about the index families."""
 
     schema: bytes
-    schema_bytes: int  # of one that was set
+    schema_bytes: int  # 0 if no schema was set
     profile: bytes
     profile_kind: str
     routing_key: bool
@@ -51,12 +49,12 @@ def read_documents(stream: Stream) -> StreamDocuments:
 
 
 def read_profile_kind(stream: Stream) -> str:
-    """For lists: a registry may be large and is not looked at."""
+    """For listings, without decoding the registry, which may be large."""
     return _load_profile_kind((stream.visible_documents or {}).get("profile", GENERIC_PROFILE))
 
 
 def observability_pair(stream: Stream) -> dict[str, object]:
-    """The streams that tell of the same requests as this one, if its profile names one."""
+    """The pair of streams with the events and traces of the same requests, if the profile names one."""
     raw = (stream.visible_documents or {}).get("profile")
     named = None if raw is None else _read_profile_pair(raw)
     if named is None:
@@ -68,7 +66,7 @@ def observability_pair(stream: Stream) -> dict[str, object]:
 
 @lru_cache(maxsize=32)
 def _read_profile_pair(raw: bytes) -> tuple[str, str] | None:
-    """The kind of a profile, and the stream it is paired with."""
+    """The kind of a profile and the name of the paired stream."""
     profile = orjson.loads(raw)["profile"]
     request = profile.get("observability", {}).get("request", {})
     other = request.get("tracesStream") or request.get("eventsStream")
@@ -85,7 +83,7 @@ def _load_profile_kind(raw: bytes) -> str:
     return str(orjson.loads(raw)["profile"]["kind"])
 
 
-BUNDLED_FAMILIES: Final = ("col", "fts", "agg", "mblk")  # built for each segment and found by it
+BUNDLED_FAMILIES: Final = ("col", "fts", "agg", "mblk")  # one index file for each segment
 QUARANTINED_MAX: Final = 100
 NO_SUMMARY: Final = FamilySummary()
 
@@ -93,27 +91,27 @@ Json = dict[str, object]
 
 
 class IndexSnapshot(NamedTuple):
-    """What is known of a stream's companions, and when."""
+    """The index files of a stream at one time."""
 
     summary: IndexSummary = EMPTY_SUMMARY
-    generation: int = 0  # of the wanted plan
+    generation: int = 0  # of the current index plan
     keyed: bool = False
     now_ns: int = 0
 
 
 class ManifestStatus(NamedTuple):
-    """The one on the object store. Of what an earlier process uploaded only the generation is known."""
+    """The manifest in the object store. If an earlier process uploaded it, only the generation is known."""
 
     generation: int
     uploaded_ns: int = 0
     etag: str | None = None
     size_bytes: int = 0
     indexed: IndexSnapshot = IndexSnapshot()
-    conflict: bool = False  # it speaks of other entries than those the stream has here
+    conflict: bool = False  # it lists other entries than the stream has here
 
 
 class TailIndexStatus(NamedTuple):
-    """What the index of recent rows holds of a stream."""
+    """The tail index of a stream."""
 
     rows: int = 0
     bytes: int = 0
@@ -125,7 +123,7 @@ def index_status(
     stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, tail: TailIndexStatus
 ) -> Json:
     """The body of `_index_status`."""
-    return _IndexStatusBuilder(stream, documents, manifest).shown(tail)
+    return _IndexStatusBuilder(stream, documents, manifest).build(tail)
 
 
 class _IndexStatusBuilder:
@@ -137,17 +135,17 @@ class _IndexStatusBuilder:
         self._summary = manifest.indexed.summary
         self._segments = stream.cold.segments
 
-    def shown(self, tail: TailIndexStatus) -> Json:
+    def build(self, tail: TailIndexStatus) -> Json:
         documents, manifest, segments = self._documents, self._manifest, self._segments
         keyed = documents.routing_key or self._indexed.keyed
-        wanted = keyed or documents.search is not None or documents.profile_kind == "metrics"
+        has_indexes = keyed or documents.search is not None or documents.profile_kind == "metrics"
         families = self._families()
         bundled = [self._summary.families.get(family, NO_SUMMARY) for family in BUNDLED_FAMILIES]
-        given_up = self._summary.quarantined
+        quarantined = self._summary.quarantined
         return {
             "stream": self._stream.name,
             "profile": documents.profile_kind,
-            "desired_index_plan_generation": max(self._indexed.generation, int(wanted)),
+            "desired_index_plan_generation": max(self._indexed.generation, int(has_indexes)),
             "segments": {"total_count": segments, "uploaded_count": segments},
             "manifest": {
                 "generation": manifest.generation,
@@ -172,7 +170,7 @@ class _IndexStatusBuilder:
                 ),
             },
             "search_families": families,
-            "last_error": f"{given_up[-1].code}: {given_up[-1].message}" if given_up else None,
+            "last_error": f"{quarantined[-1].code}: {quarantined[-1].message}" if quarantined else None,
             "quarantined": [
                 {
                     "first": one.first,
@@ -181,13 +179,13 @@ class _IndexStatusBuilder:
                     "message": one.message,
                     "at": format_optional_instant(one.at_ns),
                 }
-                for one in given_up[:QUARANTINED_MAX]
+                for one in quarantined[:QUARANTINED_MAX]
             ],
             "tail_index": tail._asdict(),
         }
 
     def _covered(self, family: str) -> int:
-        """Segments with it. What was sealed since the last look has none yet."""
+        """Segments with index files of this family."""
         return min(self._segments, self._summary.families.get(family, NO_SUMMARY).covered)
 
     def _lag(self, family: str, configured: bool) -> Json:
@@ -205,7 +203,7 @@ class _IndexStatusBuilder:
         }
 
     def _runs(self, family: str, configured: bool) -> Json:
-        """A family of sorted runs."""
+        """The fields of a family of sorted runs."""
         found = self._summary.families.get(family, NO_SUMMARY)
         lag = self._lag(family, configured)
         return {
@@ -221,7 +219,7 @@ class _IndexStatusBuilder:
         return format_optional_instant(found.updated_ns)
 
     def _exact(self) -> list[Json]:
-        """The fields share the files of their family."""
+        """One object for each exact field; they share the files of the family."""
         search = self._documents.search
         names = self._members().get("exact", ())
         assert search is not None or not names
@@ -238,18 +236,18 @@ class _IndexStatusBuilder:
     def _members(self) -> dict[str, tuple[str, ...]]:
         search = self._documents.search
         members = {} if search is None else family_members(search)
-        # The server's own metrics are read one after the other, and nothing is built for them.
+        # No index files are built for the metrics stream of the server, which is only read in order.
         measured = self._documents.profile_kind == "metrics" and not is_system_name(self._stream.name)
         return members | ({"mblk": ()} if measured else {})
 
     def _families(self) -> list[Json]:
-        shown: list[Json] = []
+        build: list[Json] = []
         for family, names in self._members().items():
             if family not in BUNDLED_FAMILIES:
                 continue
             found = self._summary.families.get(family, NO_SUMMARY)
             lag = self._lag(family, configured=True)
-            shown.append(
+            build.append(
                 {
                     "family": family,
                     "fields": list(names),
@@ -262,7 +260,7 @@ class _IndexStatusBuilder:
                     "updated_at": self._updated(found),
                 }
             )
-        return shown
+        return build
 
 
 def format_optional_instant(ns: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Finds a Java that Spark can use."""
+"""Finds a Java installation that Spark can use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VERSION_TIMEOUT_S: Final = 20.0
 _VERSION = re.compile(rb'version "(\d+)(?:\.(\d+))?')
 
 
-async def find_java(*, ask: bool = True) -> str | None:
-    """`JAVA_HOME`, then the PATH. With `ask` it also has to say that it is new enough."""
+async def find_java(*, check_version: bool = True) -> str | None:
+    """`JAVA_HOME`, then the PATH. With `check_version` it is run to check that it is new enough."""
     home = os.environ.get("JAVA_HOME")
     places = [str(Path(home) / "bin" / "java")] if home else []
     on_path = shutil.which("java")
@@ -23,13 +23,13 @@ async def find_java(*, ask: bool = True) -> str | None:
     for place in places:
         if not os.access(place, os.X_OK):
             continue
-        if not ask or (await java_version(place) or 0) >= VERSION_MIN:
+        if not check_version or (await java_version(place) or 0) >= VERSION_MIN:
             return place
     return None
 
 
 async def java_version(place: str) -> int | None:
-    """The feature release, such as 17; None if it does not say."""
+    """The feature release, such as 17; None if it is unknown."""
     try:
         child = await asyncio.create_subprocess_exec(
             place, "-version", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
@@ -38,17 +38,17 @@ async def java_version(place: str) -> int | None:
         return None
     try:
         async with asyncio.timeout(VERSION_TIMEOUT_S):
-            _, said = await child.communicate()
+            _, output = await child.communicate()
     except TimeoutError:
         child.kill()
         await child.wait()
         return None
-    return parse_java_version(said)
+    return parse_java_version(output)
 
 
-def parse_java_version(said: bytes) -> int | None:
-    """Out of `openjdk version "17.0.12" 2024-07-16`; versions up to 8 called themselves 1.8."""
-    found = _VERSION.search(said)
+def parse_java_version(output: bytes) -> int | None:
+    """Parse `openjdk version "17.0.12" 2024-07-16`; versions up to 8 are written as 1.8."""
+    found = _VERSION.search(output)
     if found is None:
         return None
     major = int(found[1])

@@ -1,9 +1,4 @@
-"""GET /v1/streams and GET _routing_keys: listings, page by page.
-
-GET /v1/streams.
-
-GET `_routing_keys`: the distinct keys of a stream in order, page by page.
-"""
+"""Paged listings: GET /v1/streams, and GET `_routing_keys` (the distinct keys of a stream in order)."""
 
 from __future__ import annotations
 
@@ -40,20 +35,20 @@ class ListingRoutes:
         after, prefix = query.get("after", ""), query.get("prefix", "")
         found: list[Stream] = []
         for visible in visible_prefixes(identity, prefix):
-            # One more than asked for tells whether there is a next page.
-            wanted = limit + 1 - len(found)
-            found += list_streams(self._context.log, after, visible, wanted, system) if wanted else []
+            # One more than the limit, to know whether there is a next page.
+            missing = limit + 1 - len(found)
+            found += list_streams(self._context.log, after, visible, missing, system) if missing else []
         more = len(found) > limit
         found = found[:limit]
         head = responses.JSON_TYPE + responses.NO_STORE
         if more:
-            kept = {name: query[name] for name in ("prefix", "system") if name in query}
-            head += next_page_header("/v1/streams", limit, found[-1].name, **kept)
+            filters = {name: query[name] for name in ("prefix", "system") if name in query}
+            head += next_page_header("/v1/streams", limit, found[-1].name, **filters)
         exchange.respond(200, head, orjson.dumps([describe_stream(stream) for stream in found]))
 
 
 def listing_action(query: dict[str, str]) -> Action:
-    """What is asked for: the streams of users, or those of the server too."""
+    """The required right: to list streams, or system streams as well."""
     system = query.get("system", "").lower() in ("true", "1")
     return Action.LIST_SYSTEM if system else Action.LIST
 
@@ -80,7 +75,7 @@ def describe_stream(stream: Stream) -> dict[str, object]:
 
 
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500
-SCAN_SHARE = 0.6  # of a request's time; the rest is for what is under way when that ends
+SCAN_SHARE = 0.6  # of the request timeout; the rest is for reads in progress when the scan stops
 
 
 class RoutingKeyRoutes:
@@ -100,12 +95,12 @@ class RoutingKeyRoutes:
         if not read_documents(stream).routing_key:
             raise TailraceError("invalid_request", "routing key not configured")
         task = self._context.loop.create_task(
-            self._answer(exchange, stream, None if after is None else after.encode(), limit)
+            self._respond(exchange, stream, None if after is None else after.encode(), limit)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, exchange: Exchange, stream: Stream, after: bytes | None, limit: int) -> None:
+    async def _respond(self, exchange: Exchange, stream: Stream, after: bytes | None, limit: int) -> None:
         request_s = self._context.limits.request_ms / 1000
         try:
             async with asyncio.timeout(request_s):
@@ -115,7 +110,7 @@ class RoutingKeyRoutes:
         except TailraceError as refusal:
             responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
         except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "the listing failed"))
+            responses.respond_error(exchange, TailraceError("internal", "listing failed"))
             raise
         else:
             body = orjson.dumps(routing_keys_body(stream, page))
@@ -133,7 +128,7 @@ def routing_keys_body(stream: Stream, page: KeyPage) -> dict[str, object]:
             "complete": page.missing_segments == 0,
             "indexed_segments": page.indexed_segments,
             "scanned_uploaded_segments": page.segments,
-            "scanned_local_segments": 0,  # a segment is recorded once it is uploaded: none is only here
+            "scanned_local_segments": 0,  # segments are recorded when they are uploaded: none is local only
             "scanned_wal_rows": page.unsealed_rows,
             "possible_missing_uploaded_segments": page.missing_segments,
             "possible_missing_local_segments": 0,
@@ -162,5 +157,5 @@ def _parse_key_limit(text: str | None) -> int:
         return LIMIT_DEFAULT
     limit = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
     if not 1 <= limit <= LIMIT_MAX:
-        raise TailraceError("invalid_request", "invalid limit")
+        raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
     return limit

@@ -1,21 +1,15 @@
 """Live reads: SSE and WebSocket followers of a stream, long polls, and the encodings that readers share.
 
-What a page of a stream looks like on the wire of a follower.
+A `Follower` (SSE or WebSocket) catches up page by page, then waits in `stream.readers` until the publisher
+calls `on_published`. The step from the old tail to the new one is encoded once per transport form, and the
+same bytes go to every follower that waited at the old tail. Catch-up pages are shared the same way: followers
+at one position read and encode a page once, and only a few pages are sent per iteration of the event loop.
 
-A read as it was asked for.
+Nothing is written to a socket with too many unsent bytes: its follower continues from the log when the socket
+has drained. A `LongPoll` waits in the same list and sends one response.
 
-One live reader: catches up page by page, then waits at the stream's tail.
-
-Live readers: server-sent events and WebSockets that follow a stream's tail.
-
-A follower first catches up page by page, then waits in the stream's list. When something is published each
-wire form is encoded once and the same bytes go to everybody who was at the same place. A follower whose
-socket does not keep up is not written to until it has drained, and then reads on from the log.
-
-Pages for those that catch up are shared, too: readers at one place read and encode a page once. A few of them
-are sent in one turn of the loop, and none to a reader whose socket has not taken most of those before.
-
-A long-poll that waits: for the next commit, or for one with the key or the match it asks for.
+The path of a live event: `ReadRoutes._serve` → `LiveReaders.open_sse` → `Follower.start`, then for each
+commit publisher → `Follower.on_published` → `LiveReaders.encode_tail_step` → transport.
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class FollowerTransport(live_transport.LiveTransport, Protocol):
-    """How a follower's events reach its client."""
+    """Encodes and sends the events of one follower; transports with the same `form` encode the same bytes."""
 
     def encode(
         self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
@@ -90,44 +84,48 @@ class WebSocketFollowerTransport(live_transport.WebSocketTransport):
 
 
 class ReadRequest(NamedTuple):
-    """Parameters checked and positions resolved."""
+    """A read whose parameters are checked and whose start is an entry number."""
 
     stream: Stream
     start: int
     at_now: bool
     mode: str
-    shared: bool  # a long-poll that shared caches may collapse
+    shared: bool  # a long-poll whose response shared caches may store
     fmt: str
-    fmt_given: bool
+    fmt_explicit: bool
     key: str
     wait_ms: int
     cursor: str | None
     filter_text: str = ""
-    scanned_bytes: int = 0  # that a filter has cost so far
-    bytes_max: int = 0  # of a page of rows, as it was asked for
+    scanned_bytes: int = 0  # scanned by the filter so far
+    bytes_max: int = 0  # requested size of an Arrow page
     entries_max: int = 0
-    start_line: bytes = b""  # the header that tells which of several given starts was used
-    identity: Identity = ANONYMOUS  # of a long-poll, which may lose its right while it waits
+    start_line: bytes = b""  # response header that names the start in use when the request has several
+    identity: Identity = ANONYMOUS  # set for a long-poll, so that it can be rechecked while it waits
 
 
 class Follower:
-    """One live connection, from its offset to the tail and on."""
+    """One SSE or WebSocket connection.
+
+    It is in one of these states: catching up from the store (`_task`), queued for a time slice to send a page
+    from memory, waiting for its socket to drain, waiting at the tail (`_waiting`), ended.
+    """
 
     __slots__ = (
         "_cursor",
-        "_greeted",
-        "_in_turn",
+        "_has_slot",
         "_key",
         "_live",
         "_position",
         "_rotate_at",
+        "_sent_any",
         "_shareable",
         "_silent_since",
         "_skipped",
         "_task",
+        "_transport",
         "_type_was_unset",
         "_waiting",
-        "_wire",
         "ended",
         "identity",
         "mode",
@@ -150,85 +148,87 @@ class Follower:
         self._position = position
         self._key = key.encode() or None
         self._cursor = cursor
-        self._wire: FollowerTransport | None = None
+        self._transport: FollowerTransport | None = None
         self._type_was_unset = stream.content_type is None
         self._shareable = self._key is None and cursor is None
         self._task: asyncio.Task[None] | None = None
         self._waiting = False  # in the stream's list of readers
-        self._in_turn = False  # a page that does not reach the tail may be sent
-        self._skipped = False  # position moved without anything being sent
-        self._greeted = False  # something was sent: the first thing may be a control alone
+        self._has_slot = False  # one page that does not reach the tail may be sent now
+        self._skipped = False  # the position moved but nothing was sent (no entry has the key)
+        self._sent_any = False  # else a control event is sent even when there are no entries
         self.ended = False
         self.identity = ANONYMOUS
-        self.until_s: float | None = None  # wall time at which the reader's permission ends
+        self.until_s: float | None = None  # wall time at which the token expires
         self._silent_since = live.now
         self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
 
-    def start(self, wire: FollowerTransport) -> None:
-        self._wire = wire
+    def start(self, transport: FollowerTransport) -> None:
+        self._transport = transport
         if not self._advance():
             self._task = self._live.loop.create_task(self._catch_up())
 
-    # -- moving on -------------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------------
 
     def _advance(self) -> bool:
-        """Sends what memory has. True if the follower now waits at the tail, or is done."""
+        """Send what is in memory. False if the next page has to be read from the store."""
         try:
-            return self._go_on()
+            return self._send_available()
         except TailraceError:
-            self.finish(1011)  # an entry that cannot be shown; a plain read says which, and why
+            self.finish(1011)  # an entry cannot be promoted; a catch-up read returns the error
             return True
 
-    def _go_on(self) -> bool:
+    def _send_available(self) -> bool:
         stream, live = self.stream, self._live
         while not self.ended:
-            if (stream.removed or stream.gone) and stream.batch is None:  # else it is not durable yet
+            if (stream.removed or stream.gone) and stream.batch is None:  # with a batch: not durable yet
                 self.finish(4404)
                 return True
             if (self._type_was_unset and stream.content_type is not None) or self._position < stream.earliest:
-                # It comes back: to the right encoding, or to be told that it has missed something.
+                # The client reconnects, and gets the right encoding or an `offset_gone` error.
                 self.finish(1001)
                 return True
             if self._position >= stream.visible:
-                if not self._greeted or stream.visible_closed:
+                if not self._sent_any or stream.visible_closed:
                     self._send(None, stream.visible_closed)
                 self._wait()
                 return True
-            assert self._wire is not None
-            if self._wire.unsent_bytes > live.unsent_bytes_max:
+            assert self._transport is not None
+            if self._transport.unsent_bytes > live.unsent_bytes_max:
                 live.demoted += 1
                 return True  # `on_drain` continues from here
-            encoded = live.encoded(self._wire, stream, self._position) if self._shareable else None
+            encoded = (
+                live.encode_tail_step(self._transport, stream, self._position) if self._shareable else None
+            )
             if encoded is not None:
                 self._position = stream.visible
-                self._emit(encoded, stream.visible_closed)
+                self._write(encoded, stream.visible_closed)
                 continue
-            if self._wire.unsent_bytes > live.catch_up_unsent_bytes_max:
+            if self._transport.unsent_bytes > live.catch_up_unsent_bytes_max:
                 live.demoted += 1
                 return True
-            if not self._in_turn:
-                live.in_turn(self._on_turn)
+            if not self._has_slot:
+                live.schedule_page(self._on_slot)
                 return True
-            self._in_turn = False
-            page = live.try_page(stream, self._position, self._key, live.page_bytes)
+            self._has_slot = False
+            page = live.read_in_memory(stream, self._position, self._key, live.page_bytes)
             if page is None:
                 return False
             self._send_page(page)
         return True
 
-    def _on_turn(self) -> None:
-        """One page may be sent now, if there is still one to send."""
+    def _on_slot(self) -> None:
+        """Send one page, if there still is one to send."""
         if not self.ended:
-            self._in_turn = True
+            self._has_slot = True
             self.on_published(self.stream)
-            self._in_turn = False
+            self._has_slot = False
 
     def _send_page(self, page: Page) -> None:
-        wire, after = self._wire, self._position
-        assert wire is not None
+        transport, after = self._transport, self._position
+        assert transport is not None
         if self._shareable and page.count and page.next_entry < self.stream.visible:
             self._position = page.next_entry
-            self._emit(self._live.encoded_page(wire, self.stream, after, page), False)
+            self._write(self._live.encode_page(transport, self.stream, after, page), False)
             return
         self._position = page.next_entry
         at_end = self.stream.visible_closed and self._position >= self.stream.visible
@@ -238,7 +238,7 @@ class Follower:
             self._skipped = True
 
     def _send(self, payload: bytes | None, closed: bool) -> None:
-        assert self._wire is not None
+        assert self._transport is not None
         stream = self.stream
         up_to_date = self._position >= stream.visible
         offset = stream.offset(self._position)
@@ -246,25 +246,27 @@ class Follower:
         if self._cursor is not None:
             self._cursor = cursor if int(cursor) > self._live.interval() else None
             self._shareable = self._key is None and self._cursor is None
-        self._emit(self._wire.encode(payload, offset, cursor, up_to_date, closed), closed and up_to_date)
+        self._write(
+            self._transport.encode(payload, offset, cursor, up_to_date, closed), closed and up_to_date
+        )
 
-    def _emit(self, encoded: bytes, closed: bool) -> None:
-        assert self._wire is not None
-        self._wire.send(encoded)
-        self._greeted = True
+    def _write(self, encoded: bytes, closed: bool) -> None:
+        assert self._transport is not None
+        self._transport.send(encoded)
+        self._sent_any = True
         self._skipped = False
         self._silent_since = self._live.now
         if closed:
             self.finish(1000)
 
     async def _catch_up(self) -> None:
-        """Reads pages that are not in memory, as fast as the client takes them."""
+        """Read pages from the store, as fast as the client receives them."""
         try:
-            while not self.ended and self._wire is not None:
-                if self._wire.unsent_bytes > self._live.catch_up_unsent_bytes_max:
+            while not self.ended and self._transport is not None:
+                if self._transport.unsent_bytes > self._live.catch_up_unsent_bytes_max:
                     return  # `on_drain` continues from here
                 page = await self._live.page(self.stream, self._position, self._key)
-                await self._live.turn()
+                await self._live.wait_for_slot()
                 if not self.ended:
                     self._send_page(page)
                     if self._advance():
@@ -272,7 +274,7 @@ class Follower:
         except asyncio.CancelledError:
             raise
         except TailraceError as refusal:
-            # The client comes back and is answered properly.
+            # The client reconnects and gets the error as a response.
             self.finish(1001 if refusal.code == "offset_gone" else 1013)
         except Exception:
             self.finish(1011)
@@ -292,19 +294,19 @@ class Follower:
     def on_published(self, stream: Stream) -> None:
         if self._task is not None:
             return
-        wire, live = self._wire, self._live
-        assert wire is not None
+        transport, live = self._transport, self._live
+        assert transport is not None
         if (
-            self._position == live.step_from
-            and stream is live.step_stream
-            and stream.visible == live.step_to
+            self._position == live.tail_step_from
+            and stream is live.tail_step_stream
+            and stream.visible == live.tail_step_to
             and self._shareable
             and not (stream.visible_closed or stream.removed or stream.gone)
         ):
-            # Somebody at the same place was just served: the same bytes will do.
-            encoded = live.step.get(wire.form)
-            if encoded is not None and wire.offer(encoded, live.unsent_bytes_max):
-                self._position = live.step_to
+            # Already encoded for another follower at the same position.
+            encoded = live.tail_step.get(transport.form)
+            if encoded is not None and transport.offer(encoded, live.unsent_bytes_max):
+                self._position = live.tail_step_to
                 self._silent_since = live.now
                 return
         if not self._advance():
@@ -315,28 +317,28 @@ class Follower:
             self.on_published(self.stream)
 
     def on_tick(self, now: float, keep_alive_s: float) -> None:
-        assert self._wire is not None
+        assert self._transport is not None
         if self.until_s is not None and self._live.now_s() >= self.until_s:
             self.finish(1008)
         elif self._rotate_at is not None and now >= self._rotate_at and self._position >= self.stream.visible:
             self._send(None, self.stream.visible_closed)
             self.finish(1001)
-        elif now - self._silent_since >= keep_alive_s and self._wire.unsent_bytes == 0:
+        elif now - self._silent_since >= keep_alive_s and self._transport.unsent_bytes == 0:
             self._silent_since = now
             if self._skipped:
                 self._send(None, False)
             else:
-                self._wire.keep_alive()
+                self._transport.keep_alive()
 
     def finish(self, code: int) -> None:
-        """Ends the connection; the code is what a WebSocket client gets to see."""
+        """End the connection with a WebSocket close code (SSE only ends the response)."""
         if not self.ended:
             self.gone()
-            if self._wire is not None:
-                self._wire.end(code)
+            if self._transport is not None:
+                self._transport.end(code)
 
     def gone(self) -> None:
-        """The client left, or is being left: no trace remains."""
+        """The client disconnected, or `finish` ends the connection: remove every reference to it."""
         if self.ended:
             return
         self.ended = True
@@ -345,22 +347,21 @@ class Follower:
             stream.readers = [reader for reader in stream.readers if reader is not self] or None
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
-        self._live.closed(self, stream)
+        self._live.forget(self, stream)
 
 
 def event_payload(stream: Stream, page: Page) -> bytes:
-    """A batch as one event's data: an array on JSON streams, else the bytes one after the other."""
+    """The data of one event: a JSON array on JSON streams, else the concatenated entries."""
     if stream.json:
         return b"[" + b",".join(page.parts) + b"]"
     return b"".join(page.parts)
 
 
 TICK_S = 1.0
-# Of one page for a follower that catches up.
 CATCH_UP_PAGE_BYTES = 256 * 1024
-# Such pages that are sent in one turn of the loop: what else there is to do comes in between.
-PAGES_PER_TURN = 4
-# Of pages in their wire form that were made since the last tick.
+# Catch-up pages sent in one iteration of the event loop, so that appends and other reads are not delayed.
+PAGES_PER_SLICE = 4
+# Encoded catch-up pages cached until the next tick.
 ENCODED_BYTES_MAX = 16 * 1024 * 1024
 
 
@@ -377,20 +378,21 @@ class LiveReaders:
         self.contracts = StreamSchemaCache(context.limits.key_bytes)
         self._followers: set[Follower] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self.now = self.loop.time()  # moved by the tick
-        # The last step of a stream, `(step_from, step_to]`, in every wire form that was asked for.
-        self.step_stream: Stream | None = None
-        self.step_from = -1
-        self.step_to = -1
-        self.step: dict[str, bytes] = {}
-        self._too_far: tuple[Stream, int, int] | None = None  # a step that is not one page, or not in memory
-        # Pages that do not reach the tail: being read, and as they were sent, by where they begin.
+        self.now = self.loop.time()  # advanced by the tick
+        # The entries of the last publish, `(tail_step_from, tail_step_to]`, by transport form.
+        self.tail_step_stream: Stream | None = None
+        self.tail_step_from = -1
+        self.tail_step_to = -1
+        self.tail_step: dict[str, bytes] = {}
+        # A step known to be more than one page, or not in memory.
+        self._uncached_step: tuple[Stream, int, int] | None = None
+        # Catch-up pages: being read, and encoded.
         self._reading: dict[tuple[Stream, int], asyncio.Task[Page]] = {}
-        self._encoded: dict[tuple[Stream, int, int, str], bytes] = {}
+        self._encoded_pages: dict[tuple[Stream, int, int, str], bytes] = {}
         self._encoded_bytes = 0
-        self._turns: deque[Callable[[], None]] = deque()  # followers that have a page to send
+        self._page_queue: deque[Callable[[], None]] = deque()  # callbacks of followers with a page to send
         self.page_bytes = min(CATCH_UP_PAGE_BYTES, context.limits.read_page_bytes)
-        # A transport with more than this says when it has sent most of it.
+        # Above this a transport calls `on_drain` when most of it is sent.
         self.catch_up_unsent_bytes_max = min(WRITE_HIGH_WATER_BYTES, context.limits.live_unsent_bytes)
         self.connections = 0
         self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
@@ -401,12 +403,13 @@ class LiveReaders:
 
     def admit(self, mode: str, stream: Stream) -> None:
         if self.connections >= self._limits.live_connections:
-            raise TailraceError("overloaded", "there are too many live connections")
+            limit = self._limits.live_connections
+            raise TailraceError("overloaded", f"the limit of {limit} live connections is reached")
         self.connections += 1
         self.open_by_mode[mode] += 1
         self.by_stream[stream] = self.by_stream.get(stream, 0) + 1
 
-    def dismiss(self, mode: str, stream: Stream) -> None:
+    def release(self, mode: str, stream: Stream) -> None:
         self.connections -= 1
         self.open_by_mode[mode] -= 1
         left = self.by_stream[stream] - 1
@@ -432,13 +435,15 @@ class LiveReaders:
     def open_ws(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
         if not exchange.wants_websocket():
             raise TailraceError(
-                "upgrade_required", "live=ws needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
+                "upgrade_required",
+                "live=ws requires a WebSocket upgrade",
+                headers=(("Upgrade", "websocket"),),
             )
         self._origins.check_websocket(exchange)
         follower = self._open(request, None, identity)
-        wire = WebSocketFollowerTransport(is_text(request.stream.content_type))
+        transport = WebSocketFollowerTransport(is_text(request.stream.content_type))
         try:
-            wire.attach(
+            transport.attach(
                 exchange.upgrade_websocket(
                     LiveWebSocketHandler(follower), request.start_line, message_bytes=1024
                 )
@@ -446,7 +451,7 @@ class LiveReaders:
         except TailraceError:
             follower.gone()
             raise
-        follower.start(wire)
+        follower.start(transport)
 
     def _open(self, request: ReadRequest, rotation_s: float | None, identity: Identity) -> Follower:
         stream = request.stream
@@ -460,41 +465,41 @@ class LiveReaders:
             self._timer = self.loop.call_later(TICK_S, self._tick)
         return follower
 
-    def closed(self, follower: Follower, stream: Stream) -> None:
+    def forget(self, follower: Follower, stream: Stream) -> None:
         self._followers.discard(follower)
-        self.dismiss(follower.mode, stream)
+        self.release(follower.mode, stream)
         stream.live -= 1
         self._log.touch(stream)
 
     def end_all(self) -> None:
-        """Shutdown: everybody is sent away and will reconnect."""
+        """Shutdown: close all connections; clients reconnect."""
         for follower in tuple(self._followers):
             follower.finish(1001)
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Sends away whoever has lost their right, and counts them."""
-        lost = [follower for follower in self._followers if not stands(follower.identity)]
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """Close connections whose credentials are no longer valid, and return how many."""
+        lost = [follower for follower in self._followers if not is_valid(follower.identity)]
         for follower in lost:
             follower.finish(1008)
         return len(lost)
 
     def recheck_hub(self) -> None:
-        """Sends away whoever follows a stream of the hub that its rules let them read no more."""
+        """The hub's rules changed: close connections that may no longer read their hub stream."""
         for follower in tuple(self._followers):
             name = follower.stream.name
             if is_hub_stream(name) and not is_allowed(follower.identity, Action.READ_STREAM, stream=name):
                 follower.finish(1008)
 
     def discard_encoded_step(self) -> None:
-        """A registry changed: what was encoded for the last reader was promoted by the old one."""
-        self.step_stream = None
+        """A schema registry changed: the encoded step was promoted with the old one."""
+        self.tail_step_stream = None
 
     def _tick(self) -> None:
         self._timer = None
         self.now = now = self.loop.time()
-        self.step_stream = None  # what it says about the cursor grows old
-        self._too_far = None
-        self._forget_encoded()
+        self.tail_step_stream = None  # its cursor gets out of date
+        self._uncached_step = None
+        self._clear_encoded_pages()
         keep_alive_s = self._limits.sse_keep_alive_ms / 1000
         for follower in tuple(self._followers):
             follower.on_tick(now, keep_alive_s)
@@ -509,7 +514,7 @@ class LiveReaders:
     def interval(self) -> int:
         return int(next_cursor(None, self.now_s()))
 
-    def try_page(self, stream: Stream, after: int, key: bytes | None, bytes_max: int) -> Page | None:
+    def read_in_memory(self, stream: Stream, after: int, key: bytes | None, bytes_max: int) -> Page | None:
         limits = self._limits
         if stream.visible_documents is None:
             found = self._log.reader.try_read(stream, after, bytes_max, limits.read_page_entries, key)
@@ -520,19 +525,19 @@ class LiveReaders:
         return self._promoted(stream, after, found) if isinstance(found, Page) else None
 
     async def page(self, stream: Stream, after: int, key: bytes | None) -> Page:
-        """A page that is not in memory. Followers that want the same one at the same time read it once."""
+        """Read a page from the store, once for all followers that need it at the same time."""
         if key is not None:
             return await self._read(stream, after, key)
         reading = self._reading.get((stream, after))
         if reading is None:
             reading = self._reading[stream, after] = self.loop.create_task(self._read(stream, after, None))
-            reading.add_done_callback(lambda done: self._was_read(stream, after, done))
+            reading.add_done_callback(lambda done: self._on_page_read(stream, after, done))
         return await asyncio.shield(reading)
 
-    def _was_read(self, stream: Stream, after: int, reading: asyncio.Task[Page]) -> None:
+    def _on_page_read(self, stream: Stream, after: int, reading: asyncio.Task[Page]) -> None:
         self._reading.pop((stream, after), None)
         if not reading.cancelled():
-            reading.exception()  # all who waited for it may be gone
+            reading.exception()  # mark as retrieved: all waiters may have disconnected
 
     async def _read(self, stream: Stream, after: int, key: bytes | None) -> Page:
         bytes_max, entries_max, apart = self.contracts.page_limits(stream, after, self._limits)
@@ -540,78 +545,89 @@ class LiveReaders:
         page = await self._log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart)
         return self._promoted(stream, after, page)
 
-    def in_turn(self, send: Callable[[], None]) -> None:
-        """Has a follower that catches up called for one page when those before it have sent theirs."""
-        if not self._turns:
-            self.loop.call_soon(self._turn)
-        self._turns.append(send)
+    def schedule_page(self, send: Callable[[], None]) -> None:
+        """Queue a callback that sends one catch-up page; a few are called per iteration of the loop."""
+        if not self._page_queue:
+            self.loop.call_soon(self._send_queued_pages)
+        self._page_queue.append(send)
 
-    async def turn(self) -> None:
-        """Returns when it is the turn of a follower that has read a page."""
-        come = asyncio.Event()
-        self.in_turn(come.set)
-        await come.wait()
+    async def wait_for_slot(self) -> None:
+        """Wait in the same queue, for a follower that has read its page already."""
+        ready = asyncio.Event()
+        self.schedule_page(ready.set)
+        await ready.wait()
 
-    def _turn(self) -> None:
-        turns = self._turns
-        for _ in range(min(PAGES_PER_TURN, len(turns))):
+    def _send_queued_pages(self) -> None:
+        queue = self._page_queue
+        for _ in range(min(PAGES_PER_SLICE, len(queue))):
             try:
-                turns[0]()
+                queue[0]()
             finally:
-                turns.popleft()
-        if turns:
-            self.loop.call_soon(self._turn)
+                queue.popleft()
+        if queue:
+            self.loop.call_soon(self._send_queued_pages)
 
-    def encoded_page(self, wire: FollowerTransport, stream: Stream, after: int, page: Page) -> bytes:
-        """A page that does not reach the tail, in one wire form, made once for all who take it soon."""
-        known = (stream, after, page.next_entry, wire.form)
-        found = self._encoded.get(known)
+    def encode_page(self, transport: FollowerTransport, stream: Stream, after: int, page: Page) -> bytes:
+        """A page that does not reach the tail, encoded once per transport form for all followers."""
+        key = (stream, after, page.next_entry, transport.form)
+        found = self._encoded_pages.get(key)
         if found is None:
             cursor = next_cursor(None, self.now_s())
             payload = event_payload(stream, page) if page.count else None
             offset = stream.offset(page.next_entry)
-            found = wire.encode(payload, offset, cursor, up_to_date=False, closed=False)
+            found = transport.encode(payload, offset, cursor, up_to_date=False, closed=False)
             if self._encoded_bytes + len(found) > ENCODED_BYTES_MAX:
-                self._forget_encoded()
-            self._encoded[known] = found
+                self._clear_encoded_pages()
+            self._encoded_pages[key] = found
             self._encoded_bytes += len(found)
         return found
 
-    def _forget_encoded(self) -> None:
-        self._encoded.clear()
+    def _clear_encoded_pages(self) -> None:
+        self._encoded_pages.clear()
         self._encoded_bytes = 0
 
     def _promoted(self, stream: Stream, after: int, page: Page) -> Page:
         contract = self.contracts.get(stream.visible_documents)
         return page if contract is None else contract.promoted(stream, after, page)
 
-    def encoded(self, wire: FollowerTransport, stream: Stream, after: int) -> bytes | None:
-        """The step from `after` to the tail in one wire form, made once for all who take it now."""
-        if self.step_stream is stream and self.step_from == after and self.step_to == stream.visible:
-            found = self.step.get(wire.form)
+    def encode_tail_step(self, transport: FollowerTransport, stream: Stream, after: int) -> bytes | None:
+        """All entries from `after` to the tail as one event, encoded once per transport form.
+
+        None if they are more than one page, or not in memory.
+        """
+        if (
+            self.tail_step_stream is stream
+            and self.tail_step_from == after
+            and self.tail_step_to == stream.visible
+        ):
+            found = self.tail_step.get(transport.form)
             if found is not None and not stream.visible_closed:
                 return found
-        if self._too_far == (stream, after, stream.visible):
+        if self._uncached_step == (stream, after, stream.visible):
             return None
-        page = self.try_page(stream, after, None, self._limits.read_page_bytes)
+        page = self.read_in_memory(stream, after, None, self._limits.read_page_bytes)
         if page is None or page.next_entry < stream.visible:
-            self._too_far = (stream, after, stream.visible)
+            self._uncached_step = (stream, after, stream.visible)
             return None
         closed = stream.visible_closed
         cursor = next_cursor(None, self.now_s())
-        encoded = wire.encode(
+        encoded = transport.encode(
             event_payload(stream, page), stream.offset(stream.visible), cursor, up_to_date=True, closed=closed
         )
         if not closed:
-            if self.step_stream is not stream or self.step_from != after or self.step_to != stream.visible:
-                self.step_stream, self.step_from, self.step_to = stream, after, stream.visible
-                self.step = {}
-            self.step[wire.form] = encoded
+            if (
+                self.tail_step_stream is not stream
+                or self.tail_step_from != after
+                or self.tail_step_to != stream.visible
+            ):
+                self.tail_step_stream, self.tail_step_from, self.tail_step_to = stream, after, stream.visible
+                self.tail_step = {}
+            self.tail_step[transport.form] = encoded
         return encoded
 
 
 class LongPoll:
-    """One waiting reader: a place in the stream's list and one timer."""
+    """A long-poll that waits at the tail for the next entry (with its key, or that matches its filter)."""
 
     __slots__ = ("_exchange", "_position", "_request", "_routes", "_timer")
 
@@ -628,13 +644,13 @@ class LongPoll:
             self.on_published(stream)
             return
         if stream.visible_closed or self._request.wait_ms == 0:
-            self._routes.answer_idle(self._exchange, self._request, self._position)
+            self._routes.respond_empty(self._exchange, self._request, self._position)
             return
         self._routes.live_opened(stream)
         if stream.readers is None:
             stream.readers = []
         stream.readers.append(self)
-        self._timer = self._routes.later(self._request.wait_ms, self._time_is_up)
+        self._timer = self._routes.call_later(self._request.wait_ms, self._on_timeout)
         self._exchange.on_gone = self._leave
 
     def on_published(self, stream: Stream) -> None:
@@ -645,30 +661,30 @@ class LongPoll:
             return
         if stream.visible > self._position:
             if request.key or request.filter_text:
-                # Only what is new has to be looked at; what does not match is passed over for good.
+                # Check only the new entries; those that do not match are skipped.
                 found = self._routes.next_match(request, self._position)
                 if isinstance(found, Page) and not found.count:
                     self._position = found.next_entry
                     if not stream.visible_closed:
                         return
                     self._leave()
-                    self._routes.answer_idle(self._exchange, request, self._position)
+                    self._routes.respond_empty(self._exchange, request, self._position)
                     return
             self._leave()
-            # The stream may have had no type when the wait began; the append that ended it gave it one.
-            fmt = request.fmt if request.fmt_given else "json" if stream.json else "raw"
-            self._routes.answer(self._exchange, request._replace(start=self._position, fmt=fmt))
+            # The stream may have had no content type when the wait began; the first append set it.
+            fmt = request.fmt if request.fmt_explicit else "json" if stream.json else "raw"
+            self._routes.respond(self._exchange, request._replace(start=self._position, fmt=fmt))
         elif stream.visible_closed:
             self._leave()
-            self._routes.answer_idle(self._exchange, request, self._position)
+            self._routes.respond_empty(self._exchange, request, self._position)
 
-    def _time_is_up(self) -> None:
+    def _on_timeout(self) -> None:
         self._leave()
-        self._routes.answer_idle(self._exchange, self._request, self._position)
+        self._routes.respond_empty(self._exchange, self._request, self._position)
 
-    def end(self) -> None:
-        """The server stops: the client is told to come back, as if the time were up."""
-        self._time_is_up()
+    def close(self) -> None:
+        """The server stops: respond as after a timeout, and the client reconnects."""
+        self._on_timeout()
 
     @property
     def identity(self) -> Identity:
@@ -679,14 +695,14 @@ class LongPoll:
         return self._request.stream
 
     def refuse(self, refusal: TailraceError) -> None:
-        """The client may not wait any longer."""
+        """End the wait with an error."""
         self._leave()
         responses.respond_error(self._exchange, refusal)
 
     def _leave(self) -> None:
         if self._timer is None:
             return
-        self._routes.note_wait(self._exchange)
+        self._routes.record_wait(self._exchange)
         self._timer.cancel()
         self._timer = None
         stream = self._request.stream
@@ -695,7 +711,7 @@ class LongPoll:
 
 
 def remove_reader(stream: Stream, reader: object) -> None:
-    """Takes a reader off the stream's list; an empty list is no list at all."""
+    """Remove a reader from `stream.readers`, which is None when it is empty."""
     readers = stream.readers
     if readers is not None:
         stream.readers = [other for other in readers if other is not reader] or None

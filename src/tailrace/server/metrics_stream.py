@@ -1,10 +1,7 @@
-"""The system stream __stream_metrics__: series, their sources, and the writer.
+"""The system stream `__stream_metrics__`: series, their sources, and the writer.
 
-Which records an interval is worth: bounded in number, and hardly any while nothing happens.
-
-The series that every server has, and where their values come from.
-
-Writes `__stream_metrics__`: one append for each interval, and never at the expense of anybody else.
+Each interval is one append. The number of series is bounded, and a series without changes is recorded only
+every few minutes, so an idle server writes hardly anything.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import orjson
 
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.metrics import Histogram
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.decide import AppendRequest, CreateRequest
@@ -37,7 +35,7 @@ from tailrace.schema.profiles.profile import API_VERSION
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.server.server_details import ServerParts
 
-QUIET_MS_MAX = 300_000  # something unchanged is told again after this time
+QUIET_MS_MAX = 300_000  # an unchanged value is recorded again after this time
 BUSIEST_STREAMS = 50  # streams that have series of their own
 OTHER_STREAMS = "__other__"
 DROPPED_SERIES = "tailrace.metrics.series_dropped"
@@ -46,7 +44,7 @@ NO_TRAFFIC: tuple[Mapping[str, StreamTraffic], StreamTraffic] = ({}, StreamTraff
 
 
 class MetricSource(NamedTuple):
-    """A series that always exists. Counters are told by how much they grew, gauges as they are."""
+    """A series that always exists. Counters are recorded as increments, gauges as values."""
 
     metric: str
     unit: str
@@ -56,11 +54,11 @@ class MetricSource(NamedTuple):
 
 
 class TimingSource(NamedTuple):
-    """How often something happened and how many seconds that took together, told in milliseconds."""
+    """A series of a count and a total duration, recorded in milliseconds."""
 
     metric: str
     read: Callable[[], tuple[int, float]]
-    own: bool = False  # writing the metrics makes it happen: alone that is not worth a record
+    self_caused: bool = False  # also caused by writing the metrics, which alone gives no record
 
 
 class MetricInterval(NamedTuple):
@@ -69,7 +67,7 @@ class MetricInterval(NamedTuple):
 
 
 class SeriesRecorder:
-    """Remembers what was told last. Nothing here knows streams by name but the traffic of one interval."""
+    """Makes the records of an interval from the values of the sources and those recorded before."""
 
     def __init__(
         self, sources: list[MetricSource], timings: list[TimingSource], instance: str, series_max: int
@@ -78,8 +76,8 @@ class SeriesRecorder:
         self._timings = timings
         self._instance = instance
         self._series_max = series_max
-        self._last: dict[int, float] = {}  # by place in `sources`
-        self._told_ms: dict[int | str, int] = {}  # by place in `sources`, or by the name of a series
+        self._last: dict[int, float] = {}  # by index in `sources`
+        self._recorded_ms: dict[int | str, int] = {}  # by index in `sources`, or by name of the series
         self._timed_so_far = [timing.read() for timing in timings]
         self.dropped = 0
 
@@ -90,16 +88,16 @@ class SeriesRecorder:
         others: StreamTraffic,
         served: tuple[Mapping[str, StreamTraffic], StreamTraffic] = NO_TRAFFIC,
     ) -> list[Record]:
-        """Canonical records of one interval, at most as many as there may be series.
+        """Canonical records of one interval, at most `series_max`.
 
-        `shares` are what was appended, `served` is what was read.
+        `shares` and `others` are the appends, `served` the reads.
         """
         found: list[Record] = []
         dropped = 0
         for record in chain(
-            self._all(window, shares, others),
-            self._traffic(window, "append", shares, others),
-            self._traffic(window, "read", *served),
+            self._server_records(window, shares, others),
+            self._traffic_records(window, "append", shares, others),
+            self._traffic_records(window, "read", *served),
         ):
             if len(found) < self._series_max - 1:
                 found.append(record)
@@ -110,50 +108,52 @@ class SeriesRecorder:
             found.append(self._record(window, DROPPED_SERIES, "count", 1, dropped, dropped))
         return found
 
-    def _all(
+    def _server_records(
         self, window: MetricInterval, shares: Mapping[str, StreamTraffic], others: StreamTraffic
     ) -> Iterator[Record]:
-        for place, source in enumerate(self._sources):
-            record = self._told(window, place, source)
+        for index, source in enumerate(self._sources):
+            record = self._source_record(window, index, source)
             if record is not None:
                 yield record
         busy = bool(shares or others.entries)
-        for place, timing in enumerate(self._timings):
-            record = self._timed(window, place, timing, worth=busy or not timing.own)
+        for index, timing in enumerate(self._timings):
+            record = self._timing_record(window, index, timing, relevant=busy or not timing.self_caused)
             if record is not None:
                 yield record
 
-    def _told(self, window: MetricInterval, place: int, source: MetricSource) -> Record | None:
+    def _source_record(self, window: MetricInterval, index: int, source: MetricSource) -> Record | None:
         value = source.read()
-        last = self._last.get(place)
-        self._last[place] = value
-        # What a counter had when the server started is no growth.
-        told = value if source.kind == "gauge" else value - (value if last is None else last)
-        changed = value != last if source.kind == "gauge" else told != 0
-        if not self._is_due(window, place, changed=changed):
+        last = self._last.get(index)
+        self._last[index] = value
+        # The value of a counter at the first interval is no increment.
+        value_recorded = value if source.kind == "gauge" else value - (value if last is None else last)
+        changed = value != last if source.kind == "gauge" else value_recorded != 0
+        if not self._is_due(window, index, changed=changed):
             return None
-        count = 1 if source.kind == "gauge" or told else 0
-        return self._record(window, source.metric, source.unit, count, told, told, tags=source.tags)
+        count = 1 if source.kind == "gauge" or value_recorded else 0
+        return self._record(
+            window, source.metric, source.unit, count, value_recorded, value_recorded, tags=source.tags
+        )
 
     def _is_due(self, window: MetricInterval, series: int | str, *, changed: bool) -> bool:
-        """Whether a series gets a record: when there is something new, and else once in a while."""
-        if not changed and window.end_ms - self._told_ms.get(series, 0) < QUIET_MS_MAX:
+        """Whether a series gets a record: when it changed, or after QUIET_MS_MAX."""
+        if not changed and window.end_ms - self._recorded_ms.get(series, 0) < QUIET_MS_MAX:
             return False
-        self._told_ms[series] = window.end_ms
+        self._recorded_ms[series] = window.end_ms
         return True
 
-    def _timed(
-        self, window: MetricInterval, place: int, timing: TimingSource, *, worth: bool
+    def _timing_record(
+        self, window: MetricInterval, index: int, timing: TimingSource, *, relevant: bool
     ) -> Record | None:
         count, seconds = timing.read()
-        count_was, seconds_was = self._timed_so_far[place]
-        self._timed_so_far[place] = (count, seconds)
-        if not self._is_due(window, timing.metric, changed=worth and count != count_was):
+        count_was, seconds_was = self._timed_so_far[index]
+        self._timed_so_far[index] = (count, seconds)
+        if not self._is_due(window, timing.metric, changed=relevant and count != count_was):
             return None
         spent_ms = round((seconds - seconds_was) * 1000, 3)
         return self._record(window, timing.metric, "ms", count - count_was, spent_ms, None)
 
-    def _traffic(
+    def _traffic_records(
         self, window: MetricInterval, what: str, shares: Mapping[str, StreamTraffic], others: StreamTraffic
     ) -> Iterator[Record]:
         busiest = dict(nlargest(BUSIEST_STREAMS, shares.items(), key=lambda item: (item[1].bytes, item[0])))
@@ -207,7 +207,9 @@ def build_series_recorder(node: ServerParts) -> SeriesRecorder:
     limits, telemetry = node.context.limits, node.context.telemetry
     timings = [
         TimingSource(
-            "tieredstore.ingest.flush.latency", partial(_sync_timing, telemetry.sync_seconds), own=True
+            "tieredstore.ingest.flush.latency",
+            partial(_sync_timing, telemetry.sync_seconds),
+            self_caused=True,
         ),
         *(
             TimingSource(f"tieredstore.objectstore.{kind}.latency", partial(_object_store_calls, node, kind))
@@ -233,9 +235,9 @@ def _sync_timing(distribution: Histogram) -> tuple[int, float]:
 
 
 def _object_store_calls(node: ServerParts, kind: str) -> tuple[int, float]:
-    """To the object store: the sealer's and those of readers."""
-    books = [node.sealing.request_stats, *(parts.book for parts in node.readers)]
-    timings = [book.timing(kind) for book in books]
+    """Requests of the sealer and of the readers to the object store."""
+    books = [node.sealing.book, *(parts.book for parts in node.readers)]
+    timings = [recorder.timing(kind) for recorder in books]
     return sum(timing.calls for timing in timings), sum(timing.seconds for timing in timings)
 
 
@@ -261,7 +263,7 @@ def _ingest_sources(node: ServerParts) -> list[MetricSource]:
 
 
 def _round_to_mib(size_bytes: int) -> int:
-    """To whole MiB: what trembles by some pages is no news."""
+    """Round to whole MiB, so that small changes give no record."""
     return -(-size_bytes // MIB) * MIB
 
 
@@ -317,7 +319,7 @@ def _query_sources(node: ServerParts) -> list[MetricSource]:
 
 
 def _index_sources(telemetry: ServerMetrics) -> list[MetricSource]:
-    """What the pipeline has to do and how it is."""
+    """Backlog and state of the pipeline."""
     return [
         MetricSource(
             "tieredstore.index.lag.segments", "count", "gauge", telemetry.pipeline_backlog_segments.current
@@ -348,13 +350,15 @@ METRICS_PROFILE = orjson.dumps({"apiVersion": API_VERSION, "profile": {"kind": "
 
 
 class MetricsWriter:
-    """The stream is there from the start: a reader may follow it before the first interval is over."""
+    """Writes the stream, which exists from the start so that it can be followed at once."""
 
-    def __init__(self, log: Log, clock: Clock, loop: asyncio.AbstractEventLoop, book: SeriesRecorder) -> None:
+    def __init__(
+        self, log: Log, clock: Clock, loop: asyncio.AbstractEventLoop, recorder: SeriesRecorder
+    ) -> None:
         self._log = log
         self._clock = clock
         self._loop = loop
-        self._book = book
+        self._recorder = recorder
         self._flush_s = log.limits.metrics_flush_ms / 1000
         self._since_ms = self._now_ms()
         self._timer: asyncio.TimerHandle | None = None
@@ -376,18 +380,22 @@ class MetricsWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Whatever goes wrong is counted, and told once."""
+        """Write the records since the last flush. Errors are counted, and the first one is logged."""
         self._try(self._flush)
 
     def _try(self, write: Callable[[], object]) -> None:
-        """A failure stays here: the next flush tries again."""
+        """Count an error instead of raising it; the next flush retries."""
         try:
             write()
         except Exception as error:
             self.failures += 1
             if self.failures == 1:
                 known = isinstance(error, TailraceError)
-                logger.warning("metrics are not written: %s", error, exc_info=None if known else error)
+                logger.warning(
+                    "cannot write metrics stream, retrying",
+                    extra=log_fields(error=str(error)),
+                    exc_info=None if known else error,
+                )
         else:
             self.failures = 0
 
@@ -397,7 +405,7 @@ class MetricsWriter:
             return
         window = MetricInterval(self._since_ms, self._now_ms())
         self._since_ms = window.end_ms
-        records = self._book.records(window, *traffic.drain(), served.drain())
+        records = self._recorder.records(window, *traffic.take(), served.take())
         if not records:
             return
         entries = [orjson.dumps(record) for record in records]
@@ -405,7 +413,7 @@ class MetricsWriter:
         self._log.append(self.stream(), request, ignore_reply, None)
 
     def stream(self) -> Stream:
-        """Made with all that belongs to it, if it is not there."""
+        """The stream; created with its schema and profile if it does not exist."""
         name = METRICS_STREAM + self._log.own_suffix
         stream = self._log.find(name)
         if stream is None:
@@ -419,11 +427,11 @@ class MetricsWriter:
             )
             self._log.describe(stream, "schema", registry.to_json())
             self._log.describe(stream, "profile", METRICS_PROFILE)
-        # How much of it is kept is a setting, which may be another one after a restart.
+        # The retention is a setting, which may have changed since the last start.
         retention_ms = self._log.limits.metrics_retention
-        wanted = Lifetime(retention_s=-(-retention_ms // 1000)) if retention_ms else NO_LIFETIME
-        if stream.lifetime != wanted:
-            stream.lifetime = wanted
+        lifetime = Lifetime(retention_s=-(-retention_ms // 1000)) if retention_ms else NO_LIFETIME
+        if stream.lifetime != lifetime:
+            stream.lifetime = lifetime
         return stream
 
     def _now_ms(self) -> int:

@@ -1,4 +1,8 @@
-"""Spans from OpenTelemetry: POST `{name}/_otlp/v1/traces`, and `/v1/traces` for the stream that is set."""
+"""OTLP ingestion: POST `{name}/_otlp/v1/traces`, and `/v1/traces` for the stream in `otlp_traces_stream`.
+
+An export is decoded and normalised as a whole on a thread, before any of it is stored, and then appended in
+batches.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +48,17 @@ from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 TRACES_PATH: Final = b"/v1/traces"
 TRACES_ROUTE: Final = "v1/traces"
-AT_ONCE: Final = 2  # exports that are decoded; each is a few times its own size in memory
+DECODES_MAX: Final = 2  # exports decoded at once; each takes a multiple of its size in memory
 WAITING_MAX: Final = 32
-# One append has at most so much of an export: entries of others come between.
+# Limits of one append, so that other appends are not delayed by a large export.
 APPEND_SPANS: Final = 500
 APPEND_BYTES: Final = 1024 * 1024
-# Of one export, once its spans are normalised: what a resource says once becomes part of each of them.
+# Of one normalised export: the attributes of a resource are repeated in each of its spans.
 EXPORT_BYTES: Final = 256 * 1024 * 1024
 
 
 class SpanBatch:
-    """Spans of one append, normalised and encoded, and the key that each has by itself."""
+    """The spans of one append, normalised and encoded, with the routing key of each."""
 
     __slots__ = ("_pieces", "keys", "lengths", "size")
 
@@ -71,14 +75,14 @@ class SpanBatch:
         self.size += len(payload)
 
     def body(self) -> bytes:
-        """The spans as one piece: many small ones take more room than they have bytes."""
+        """The spans as one bytes object, which takes less memory than many small ones."""
         if len(self._pieces) > 1:
             self._pieces = [b",".join(self._pieces)]
         return self._pieces[0]
 
 
 class ExportTarget(NamedTuple):
-    """The stream that an export was sent to. It is looked up each time: it may be put away meanwhile."""
+    """The stream of an export, looked up for each append: it may be unloaded or deleted in between."""
 
     name: str
     incarnation: int
@@ -89,20 +93,20 @@ class ExportTarget(NamedTuple):
 
     def existing(self, log: Log) -> Stream:
         stream = log.existing(self.name)
-        if stream.incarnation != self.incarnation:  # another stream of that name, perhaps of another profile
-            raise TailraceError("not_found", f"the stream {self.name!r} was deleted meanwhile")
+        if stream.incarnation != self.incarnation:  # a new stream of that name, perhaps with another profile
+            raise TailraceError("not_found", f"stream {self.name!r} was deleted during the export")
         return stream
 
 
 class OtlpRoutes:
-    """Decoding is done on threads; what is appended goes the way of every append."""
+    """Decodes exports on threads and appends them as any other append."""
 
-    def __init__(self, context: Context, guard: AppendValidator) -> None:
+    def __init__(self, context: Context, validator: AppendValidator) -> None:
         self._context = context
         self._log = context.log
-        self._guard = guard
-        self._threads = ThreadPoolExecutor(AT_ONCE, "otlp")
-        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._validator = validator
+        self._threads = ThreadPoolExecutor(DECODES_MAX, "otlp")
+        self._decodes = asyncio.Semaphore(DECODES_MAX)
         self._waiting = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -110,32 +114,32 @@ class OtlpRoutes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
-        """The spans of one stream."""
+        """POST `{name}/_otlp/v1/traces`."""
         if route != TRACES_ROUTE:
-            raise TailraceError("not_found", "there is no such resource on this server")
+            raise TailraceError("not_found", "resource not found")
         if method != b"POST":
             raise responses.method_not_allowed("POST, OPTIONS")
         authorise(identity, Action.INGEST_TRACES, stream=name)
         self._begin(exchange, self._log.existing(name))
 
     def traces(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
-        """The spans of the stream that the settings name, which is made if they say so."""
+        """POST `/v1/traces`: the configured stream, which is created with `otlp_auto_create`."""
         if method != b"POST":
             raise responses.method_not_allowed("POST, OPTIONS")
         name = self._context.settings.otlp_traces_stream
         authorise(identity, Action.INGEST_TRACES, stream=name or None)
         if not name:
-            raise TailraceError("not_found", "no stream for traces is set: otlp_traces_stream")
+            raise TailraceError("not_found", "no stream for traces is configured: set otlp_traces_stream")
         stream = self._log.find(name)
-        if self._context.settings.otlp_auto_create and (stream is None or self._is_bare(stream)):
+        if self._context.settings.otlp_auto_create and (stream is None or self._is_unconfigured(stream)):
             authorise(identity, Action.CREATE_TRACES_STREAM, stream=name)
             self._create(name)
         self._begin(exchange, self._log.existing(name))
 
     # -- the stream ------------------------------------------------------------------------------------
 
-    def _is_bare(self, stream: Stream) -> bool:
-        """A stream without a profile and without entries: one whose making was cut short."""
+    def _is_unconfigured(self, stream: Stream) -> bool:
+        """An empty stream without a profile: its creation was interrupted."""
         return stream.documents is None and not stream.tail and stream.json and not stream.gone
 
     def _create(self, name: str) -> None:
@@ -151,7 +155,7 @@ class OtlpRoutes:
     # -- an export -------------------------------------------------------------------------------------
 
     def _begin(self, exchange: Exchange, stream: Stream) -> None:
-        profile = self._guard.profiles.get(stream.documents)
+        profile = self._validator.profiles.of(stream.documents)
         if not isinstance(profile, OtelTracesProfile):
             message = "OTLP traces require a stream with the otel-traces profile"
             raise TailraceError("invalid_request", message)
@@ -163,27 +167,27 @@ class OtlpRoutes:
         if self._log.pressure is not None:
             raise self._log.pressure
         if self._waiting >= WAITING_MAX:
-            raise TailraceError("overloaded", "too many exports of traces wait")
+            raise TailraceError("overloaded", f"{WAITING_MAX} OTLP exports are in progress already")
         task = self._context.loop.create_task(
-            self._answer(exchange, ExportTarget.of(stream), profile, media, gzipped)
+            self._respond(exchange, ExportTarget.of(stream), profile, media, gzipped)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(
+    async def _respond(
         self, exchange: Exchange, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> None:
         self._waiting += 1
         try:
-            async with asyncio.timeout(self._context.limits.request_ms / 1000), self._gate:
+            async with asyncio.timeout(self._context.limits.request_ms / 1000), self._decodes:
                 export, offset = await self._ingest(exchange.body, target, profile, media, gzipped)
         except TimeoutError:
-            message = "the export took too long; some of its spans may have been stored"
+            message = "OTLP export timed out; some of its spans may have been stored"
             responses.respond_error(exchange, TailraceError("request_timeout", message))
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
         except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "the export failed"))
+            responses.respond_error(exchange, TailraceError("internal", "OTLP export failed"))
             raise
         else:
             kind = (
@@ -199,7 +203,7 @@ class OtlpRoutes:
     async def _ingest(
         self, body: bytes, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool
     ) -> tuple[SpanExport, str]:
-        """What was taken, and the offset of the last span."""
+        """Append an export; returns it with the offset of its last span."""
         now_ms = self._context.clock.now_ns() // 1_000_000
         work = partial(_decode_export, body, profile, media, gzipped, now_ms)
         export, batches = await self._context.loop.run_in_executor(self._threads, work)
@@ -208,7 +212,7 @@ class OtlpRoutes:
         for batch in batches:
             lengths = None if len(batch.lengths) == 1 else batch.lengths
             request = AppendRequest(batch.body(), JSON_MEDIA_TYPE, lengths)
-            request.check = partial(self._guard.check_normalised, profile, batch.keys)
+            request.check = partial(self._validator.check_normal, profile, batch.keys)
             offset = await self._append(target, request)
         return export, offset
 
@@ -231,7 +235,7 @@ class OtlpRoutes:
 
 
 def _ignore(_transaction: Transaction, _error: TailraceError | None) -> None:
-    """What follows in the journal depends on this anyway."""
+    """The appends that follow in the journal report the error."""
 
 
 def body_too_large(bytes_max: int) -> TailraceError:
@@ -249,14 +253,16 @@ def _media_type(exchange: Exchange) -> str:
 def _is_gzipped(exchange: Exchange) -> bool:
     coding = exchange.headers.get(b"content-encoding", b"identity").strip().lower()
     if coding not in (b"identity", b"gzip"):
-        raise TailraceError("unsupported_encoding", "OTLP traces may be sent as they are or with gzip")
+        raise TailraceError(
+            "unsupported_encoding", "Content-Encoding of OTLP traces must be gzip or identity"
+        )
     return coding == b"gzip"
 
 
 def _decode_export(
     body: bytes, profile: OtelTracesProfile, media: str, gzipped: bool, now_ms: int
 ) -> tuple[SpanExport, list[SpanBatch]]:
-    """On a thread: everything that can be wrong with an export, before anything of it is stored."""
+    """Runs on a thread. Finds all errors of an export before any of it is stored."""
     limits = profile.config.otlp_limits
     data = gunzip_bounded(body, limits) if gzipped else body
     if len(data) > limits.max_decoded_bytes:
@@ -268,7 +274,7 @@ def _decode_export(
 
 
 class SpanBatcher:
-    """Normalises and encodes spans as they are read: all of them as objects would be far too large."""
+    """Normalises and encodes spans while they are decoded, as all of them as objects would be too large."""
 
     def __init__(self, profile: OtelTracesProfile, now_ms: int) -> None:
         self._profile = profile
@@ -284,7 +290,7 @@ class SpanBatcher:
         payload = encode_json_record(record)
         size = len(payload)
         if self._size + size > EXPORT_BYTES:
-            raise UnusableSpanError(f"an export may take {EXPORT_BYTES} bytes once it is normalised")
+            raise UnusableSpanError(f"the normalised export must have at most {EXPORT_BYTES} bytes")
         batch = self.all[-1] if self.all else None
         if batch is None or len(batch.lengths) >= APPEND_SPANS or batch.size + size > APPEND_BYTES:
             if batch is not None:
@@ -296,7 +302,7 @@ class SpanBatcher:
 
 
 def gunzip_bounded(body: bytes, limits: OtlpLimits) -> bytes:
-    """The body of a gzip file. Unpacking stops where the limit is, whatever the rest would become."""
+    """Decompress a gzip body, up to the limit."""
     pieces: list[bytes] = []
     left, rest = limits.max_decoded_bytes, body
     try:
@@ -307,7 +313,7 @@ def gunzip_bounded(body: bytes, limits: OtlpLimits) -> bytes:
             if left < 0:
                 raise body_too_large(limits.max_decoded_bytes)
             if not member.eof:
-                raise TailraceError("invalid_request", "OTLP body is cut off: its gzip has no end")
+                raise TailraceError("invalid_request", "OTLP body is truncated gzip")
             pieces.append(piece)
             rest = member.unused_data
     except zlib.error:

@@ -1,11 +1,9 @@
 """State of the index pipeline, and the local pipeline process that the server starts and stops.
 
-How the pipeline is: what it last said of itself, what waits for it, and what was published.
-
-The local pipeline: started when there is work, stopped when there is none, never in anybody's way.
-
-It is a child in a process group of its own. Settings and a token go to it through a pipe that it inherits;
-when that closes it ends, so it never outlives the server. Only processes that are started here are signalled.
+`PipelineState` joins the last heartbeat, the backlog and the published totals. `PipelineProcess` starts a
+local pipeline when there is enough work and stops it when it is idle. It is a child in a session of its own,
+with low priority. It receives its settings and tokens as lines of JSON through an inherited pipe and exits
+when the pipe closes, so it never outlives the server. Only processes started here are signalled.
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ from typing import Final
 import msgspec
 
 from tailrace.common import process
+from tailrace.common.logging_setup import log_fields
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.routing.context import Context
 from tailrace.server.java import find_java
 from tailrace.storage.index_publication import PublicationService
 from tailrace.storage.index_work import IndexWork
 
-HEARTBEAT_FRESH_S: Final = 60.0  # a heartbeat that is older counts for nothing
+HEARTBEAT_FRESH_S: Final = 60.0  # an older heartbeat is ignored
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")
 SECONDS_MAX: Final = 10_000
 STATES: Final = ("off", "starting", "running", "idle", "backoff", "unavailable", "external")
@@ -47,7 +46,7 @@ class RunningJob(msgspec.Struct, frozen=True):
 
 
 class PipelineHeartbeat(msgspec.Struct, frozen=True):
-    """What a pipeline tells every few seconds. Whatever else it says is not looked at."""
+    """Sent by a pipeline every few seconds. Unknown fields are ignored."""
 
     state: str = "running"
     master: str = ""
@@ -60,16 +59,16 @@ class PipelineHeartbeat(msgspec.Struct, frozen=True):
     seconds: dict[str, list[float]] = {}
     rss_bytes: str = "0"
     last_publish_at: str | None = None
-    drain: bool = False  # asked by whoever wants the pipeline to end, not by the pipeline
+    drain: bool = False  # sent by `tailrace pipeline drain`, not by a pipeline
 
 
 class PipelineBacklog(msgspec.Struct, frozen=True):
-    """What waits for the pipeline: whether one is worth its while is decided by this."""
+    """Work that waits for a pipeline; decides whether one is started."""
 
     streams: int = 0
     raw_bytes: int = 0
     oldest_ms: int = 0
-    upkeep: bool = False  # something is to be put together, or to be written anew
+    upkeep: bool = False  # there are merges, compactions or rewrites
 
     def __add__(self, other: PipelineBacklog) -> PipelineBacklog:
         return PipelineBacklog(
@@ -81,36 +80,36 @@ class PipelineBacklog(msgspec.Struct, frozen=True):
 
 
 class PipelineState:
-    """The pipeline as everybody is shown it. A supervised one adds what its supervisor knows."""
+    """The state of the pipeline as shown to clients; `PipelineProcess` sets that of a supervised one."""
 
     def __init__(self, context: Context, work: IndexWork, publishing: PublicationService) -> None:
         self._context = context
         self._work = work
         self._publishing = publishing
-        self._beat: PipelineHeartbeat | None = None
-        self._beat_s = 0.0
+        self._heartbeat: PipelineHeartbeat | None = None
+        self._heartbeat_s = 0.0
         self.mode: Final = context.settings.pipeline
-        self.state = "off"  # of a supervised one
+        self.state = "off"  # of a supervised pipeline
         self.reason: str | None = None
         self.restarts = 0
         self.draining = False
         self.last_error: str | None = None
-        self.on_beat: Callable[[PipelineHeartbeat], None] | None = None
+        self.on_heartbeat: Callable[[PipelineHeartbeat], None] | None = None
 
     # -- heartbeats --------------------------------------------------------------------------------------
 
-    def take(self, beat: PipelineHeartbeat) -> Json:
-        """The answer tells the pipeline whether it is to end."""
-        self._beat = beat
-        self._beat_s = self._context.loop.time()
-        if self.on_beat is not None:
-            self.on_beat(beat)
-        for family, seconds in beat.seconds.items():
+    def record_heartbeat(self, heartbeat: PipelineHeartbeat) -> Json:
+        """Record a heartbeat; the response says whether the pipeline shall exit."""
+        self._heartbeat = heartbeat
+        self._heartbeat_s = self._context.loop.time()
+        if self.on_heartbeat is not None:
+            self.on_heartbeat(heartbeat)
+        for family, seconds in heartbeat.seconds.items():
             if family in FAMILIES:
                 self.observe(family, seconds)
         drain = self.draining
-        if beat.state == "stopping":
-            self._beat = None
+        if heartbeat.state == "stopping":
+            self._heartbeat = None
             self.draining = self.draining and self.mode == "auto"
         return {"drain": drain}
 
@@ -119,47 +118,49 @@ class PipelineState:
         for value in seconds[:SECONDS_MAX]:
             timings.observe(value, family)
 
-    def gone(self) -> None:
-        """The pipeline has ended."""
-        self._beat = None
+    def mark_gone(self) -> None:
+        """The pipeline has exited."""
+        self._heartbeat = None
         self.draining = False
 
     @property
     def fresh(self) -> bool:
-        return self._beat is not None and self._context.loop.time() - self._beat_s < HEARTBEAT_FRESH_S
+        return (
+            self._heartbeat is not None and self._context.loop.time() - self._heartbeat_s < HEARTBEAT_FRESH_S
+        )
 
     @property
-    def beat(self) -> PipelineHeartbeat | None:
-        """The last one, if it is fresh."""
-        return self._beat if self.fresh else None
+    def heartbeat(self) -> PipelineHeartbeat | None:
+        """The last heartbeat, if it is fresh."""
+        return self._heartbeat if self.fresh else None
 
     @property
-    def beat_s(self) -> float:
-        return self._beat_s
+    def heartbeat_s(self) -> float:
+        return self._heartbeat_s
 
-    # -- for people ------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------------
 
     @property
-    def shown(self) -> str:
+    def displayed_state(self) -> str:
         """One of STATES."""
         if self.mode == "auto" and self.state != "off":
             return self.state
         return "external" if self.fresh else self.state
 
     def backlog(self) -> tuple[int, int, int]:
-        """Segments without companions, their payload, and the age of the oldest in ms."""
+        """Segments without index files, their payload bytes, and the age of the oldest in ms."""
         works = self._work.by_stream.values()
         oldest_ns = min((work.oldest_ns for work in works if work.oldest_ns), default=0)
         age_ms = max(0, self._context.clock.now_ns() - oldest_ns) // 1_000_000 if oldest_ns else 0
         return sum(work.segments for work in works), sum(work.raw_bytes for work in works), age_ms
 
-    def gate(self) -> dict[str, int]:
-        """Segments that are indexed at once, those that are under way, and those that wait."""
-        beat, most = self.beat, self._context.limits.pipeline_batch_segments
-        active = 0 if beat is None else sum(one.segments for one in beat.running)
+    def concurrency(self) -> dict[str, int]:
+        """Segments indexed at once, in progress and queued."""
+        heartbeat, limit = self.heartbeat, self._context.limits.pipeline_batch_segments
+        active = 0 if heartbeat is None else sum(one.segments for one in heartbeat.running)
         return {
-            "configured_limit": 0 if self.mode == "off" else most,
-            "current_limit": 0 if beat is None else most,
+            "configured_limit": 0 if self.mode == "off" else limit,
+            "current_limit": 0 if heartbeat is None else limit,
             "active": active,
             "queued": max(0, self.backlog()[0] - active),
         }
@@ -171,36 +172,38 @@ class PipelineState:
         return PipelineBacklog(len(works), raw_bytes, oldest_ms, upkeep)
 
     @property
-    def given_up(self) -> int:
+    def quarantined(self) -> int:
         return sum(self._work.given_up.values())
 
     def details(self) -> Json:
         """`runtime.pipeline` of the server's details."""
-        beat = self.beat
+        heartbeat = self.heartbeat
         segments, raw_bytes, oldest_ms = self.backlog()
         published = self._publishing
         mode = {"auto": "local", "off": "off", "external": "external"}[self.mode]
         return {
             "mode": mode,
-            "state": self.shown,
+            "state": self.displayed_state,
             "reason": self.reason,
-            "master": None if beat is None else beat.master[:TEXT_MAX],
-            "spark_version": None if beat is None else beat.spark_version[:TEXT_MAX],
-            "pid": None if beat is None else beat.pid,
-            "started_at": None if beat is None else beat.started_at,
+            "master": None if heartbeat is None else heartbeat.master[:TEXT_MAX],
+            "spark_version": None if heartbeat is None else heartbeat.spark_version[:TEXT_MAX],
+            "pid": None if heartbeat is None else heartbeat.pid,
+            "started_at": None if heartbeat is None else heartbeat.started_at,
             "restarts": self.restarts,
-            "last_error": self.last_error if beat is None else (beat.last_error or self.last_error),
+            "last_error": self.last_error if heartbeat is None else (heartbeat.last_error or self.last_error),
             "draining": self.draining,
             "backlog": {"segments": segments, "bytes": str(raw_bytes), "oldest_ms": str(oldest_ms)},
-            "running": [] if beat is None else [msgspec.to_builtins(one) for one in beat.running[:100]],
+            "running": []
+            if heartbeat is None
+            else [msgspec.to_builtins(one) for one in heartbeat.running[:100]],
             "totals": {
                 "segments": published.segments,
                 "rows": str(published.rows),
                 "bytes_in": str(published.bytes_in),
                 "bytes_out": str(published.bytes_out),
-                "quarantined": self.given_up,
+                "quarantined": self.quarantined,
             },
-            "rss_bytes": "0" if beat is None else beat.rss_bytes[:32],
+            "rss_bytes": "0" if heartbeat is None else heartbeat.rss_bytes[:32],
             "last_publish_at": format_rfc3339(published.last_ns) if published.last_ns else None,
         }
 
@@ -209,21 +212,19 @@ logger = logging.getLogger("tailrace.pipeline")
 
 TICK_S: Final = 1.0
 AUTOGROUP: Final = Path("/proc/self/autogroup")
-JAVA_CHECK_S: Final = 300.0  # between two looks for Java
-STOP_S: Final = 10.0  # from the request to end to the end by force
+JAVA_CHECK_S: Final = 300.0
+STOP_S: Final = 10.0  # from SIGTERM to SIGKILL
 BACKOFF_S_MIN, BACKOFF_S_MAX = 1.0, 300.0
-HEALTHY_S: Final = 600.0  # after which a failure counts as the first one
+HEALTHY_S: Final = 600.0  # after this long the back-off starts from its minimum again
 TOKEN_LIFETIME_S: Final = 900.0
-NO_JAVA: Final = (
-    "pipeline: no Java 17+ found; companions are not built, search stays exact but scans "
-    "(see tailrace doctor)"
-)
+NO_JAVA: Final = "no Java 17+ found: index files are not built, searches scan (see tailrace doctor)"
 
 
 class PipelineProcess:
-    """Owned by the loop thread. `grant` makes a token that is good for so many seconds, or None.
+    """Starts, watches and stops the local pipeline. Used on the event loop only.
 
-    `demand` tells what waits for it, on all workers of the server if there are several.
+    `grant` issues a token that is valid for a number of seconds; it is None without authentication. `demand`
+    returns the backlog of all workers of the server.
     """
 
     def __init__(
@@ -245,8 +246,8 @@ class PipelineProcess:
         self._pipe = -1  # our end of the child's pipe
         self._backoff_s = BACKOFF_S_MIN
         self._started_s = self._again_s = self._java_s = self._idle_s = self._token_s = 0.0
-        self._look_again = False
-        self._stays_off = False
+        self._recheck_java = False
+        self._drained = False
 
     def start(self) -> None:
         if self._context.settings.pipeline == "auto":
@@ -256,22 +257,22 @@ class PipelineProcess:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._end()
+        await self._terminate()
 
-    def hang_up(self) -> None:
-        """SIGHUP: Java is looked for again, and one that was drained may run again."""
-        self._look_again = True
-        self._stays_off = False
+    def recheck_java(self) -> None:
+        """SIGHUP: check for Java again, and allow a drained pipeline to start again."""
+        self._recheck_java = True
+        self._drained = False
 
     # -- the state machine -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        await self._look_for_java(at_start=True)
+        await self._check_java(at_start=True)
         while True:
             try:
                 await self._step(self._loop.time())
             except OSError as error:
-                self._fail(f"the pipeline cannot be started: {error}")
+                self._fail(f"cannot start the pipeline: {error}")
             await asyncio.sleep(TICK_S)
 
     async def _step(self, now_s: float) -> None:
@@ -279,18 +280,18 @@ class PipelineProcess:
         if self._child is not None:
             await self._watch(self._child, now_s)
         elif state.state == "unavailable":
-            if self._look_again or now_s - self._java_s >= JAVA_CHECK_S:
-                await self._look_for_java()
+            if self._recheck_java or now_s - self._java_s >= JAVA_CHECK_S:
+                await self._check_java()
         elif state.state == "backoff":
             if now_s >= self._again_s:
-                self._become("off")
-        elif not self._stays_off and self._is_due():
-            await self._look_for_java()
+                self._set_state("off")
+        elif not self._drained and self._is_due():
+            await self._check_java()
             if state.state != "unavailable":
-                await self._begin(now_s)
+                await self._launch(now_s)
 
     def _is_due(self) -> bool:
-        """Whether the work is worth a JVM."""
+        """Whether there is enough work to start a JVM."""
         demand, limits = self._demand(), self._context.limits
         if not demand.streams:
             return False
@@ -304,63 +305,65 @@ class PipelineProcess:
         state = self._state
         if child.returncode is not None:
             drained, code = state.draining, child.returncode
-            await self._end()
+            await self._terminate()
             if code == 0:
-                self._stays_off = drained
-                self._become("off")
+                self._drained = drained
+                self._set_state("off")
             else:
-                self._fail(f"the pipeline ended with {code}")
+                self._fail(f"the pipeline exited with {code}")
             return
         self._renew(now_s)
-        heard_s = max(self._started_s, state.beat_s)
+        heard_s = max(self._started_s, state.heartbeat_s)
         if now_s - heard_s >= HEARTBEAT_FRESH_S:
-            await self._end()
-            self._fail(f"nothing was heard of the pipeline for {HEARTBEAT_FRESH_S:.0f} s")
+            await self._terminate()
+            self._fail(f"no heartbeat from the pipeline for {HEARTBEAT_FRESH_S:.0f} s")
             return
-        beat = state.beat
-        if beat is not None and beat.pid == child.pid and state.beat_s >= self._started_s:
-            self._become(beat.state if beat.state in ("idle", "starting") else "running")
+        heartbeat = state.heartbeat
+        if heartbeat is not None and heartbeat.pid == child.pid and state.heartbeat_s >= self._started_s:
+            self._set_state(heartbeat.state if heartbeat.state in ("idle", "starting") else "running")
             if now_s - self._started_s >= HEALTHY_S:
                 self._backoff_s = BACKOFF_S_MIN
         if state.state != "idle" or self._demand().streams:
             self._idle_s = now_s
         elif (now_s - self._idle_s) * 1000 >= self._context.limits.pipeline_idle_stop:
-            await self._end()
-            self._become("off")
+            await self._terminate()
+            self._set_state("off")
 
-    def _become(self, state: str, reason: str | None = None) -> None:
+    def _set_state(self, state: str, reason: str | None = None) -> None:
         if state != self._state.state:
-            logger.info("the pipeline is %s", state)
+            logger.info("pipeline state changed", extra=log_fields(state=state, reason=reason))
         self._state.state = state
         self._state.reason = reason
 
     def _fail(self, error: str) -> None:
-        """Again after a while, longer each time."""
+        """Back off before the next start."""
         now_s = self._loop.time()
-        logger.warning("%s; trying again in %.0f s", error, self._backoff_s)
+        logger.warning("pipeline failed, retrying", extra=log_fields(error=error, retry_s=self._backoff_s))
         self._state.last_error = error
         self._state.restarts += 1
         self._again_s = now_s + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
-        self._become("backoff", error)
+        self._set_state("backoff", error)
 
-    async def _look_for_java(self, *, at_start: bool = False) -> None:
+    async def _check_java(self, *, at_start: bool = False) -> None:
         self._java_s = self._loop.time()
-        self._look_again = False
+        self._recheck_java = False
         if find_spec("pyspark") is None:
-            self._become("unavailable", "the spark extra is not installed: pip install 'tailrace[spark]'")
+            self._set_state("unavailable", "the spark extra is not installed: pip install 'tailrace[spark]'")
             return
-        elsewhere = self._context.settings.pipeline_master.startswith("sc://")  # Connect has its own Java
-        if not elsewhere and await find_java(ask=not at_start) is None:
+        is_remote = self._context.settings.pipeline_master.startswith(
+            "sc://"
+        )  # Spark Connect has its own Java
+        if not is_remote and await find_java(check_version=not at_start) is None:
             if self._state.state != "unavailable":
                 logger.warning(NO_JAVA)
-            self._become("unavailable", "no Java 17+ was found")
+            self._set_state("unavailable", "no Java 17+ found")
         elif self._state.state == "unavailable":
-            self._become("off")
+            self._set_state("off")
 
     # -- the process -------------------------------------------------------------------------------------
 
-    async def _begin(self, now_s: float) -> None:
+    async def _launch(self, now_s: float) -> None:
         reading, self._pipe = os.pipe()
         try:
             self._child = await asyncio.create_subprocess_exec(
@@ -374,31 +377,32 @@ class PipelineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[reading],
-                preexec_fn=self._step_back,
+                preexec_fn=self._lower_priority,
             )
         finally:
             os.close(reading)
         self._started_s = self._idle_s = now_s
-        self._state.gone()
-        self._say(msgspec.json.encode(self._orders()))
+        self._state.mark_gone()
+        self._send_line(msgspec.json.encode(self._configuration()))
         self._token_s = now_s
-        self._become("starting")
+        self._set_state("starting")
 
-    def _step_back(self) -> None:
-        """In the child, before it is one.
+    def _lower_priority(self) -> None:
+        """Lower the priority of the child; runs in it between fork and exec.
 
-        Where the kernel schedules by session, niceness only counts among the processes of one. The pipeline
-        has a session of its own, which therefore steps back as a whole. It is begun here: a loop may begin
-        the one that it is asked for only later, and then it would be the server that steps back.
+        Where the kernel schedules by session (autogroup), niceness only counts within one session, so the
+        pipeline gets a session of its own, whose priority is lowered as a whole. The session is created here
+        and not by `start_new_session`: that may happen only after this function, which would then lower the
+        server's session.
         """
         os.setsid()
         niceness = self._context.settings.pipeline_nice
         process.lower_cpu_priority(niceness)
         process.set_idle_io_priority()
-        with contextlib.suppress(OSError):  # no such kernel: then niceness is enough
+        with contextlib.suppress(OSError):  # without autogroup niceness is enough
             AUTOGROUP.write_text(str(niceness))
 
-    def _orders(self) -> dict[str, object]:
+    def _configuration(self) -> dict[str, object]:
         settings, limits = self._context.settings, self._context.limits
         master = settings.pipeline_master
         if settings.pipeline_cores and master == "local[*]":
@@ -425,21 +429,21 @@ class PipelineProcess:
     def _renew(self, now_s: float) -> None:
         if self._grant is not None and now_s - self._token_s >= TOKEN_LIFETIME_S:
             self._token_s = now_s
-            self._say(msgspec.json.encode({"token": self._token()}))
+            self._send_line(msgspec.json.encode({"token": self._token()}))
 
-    def _say(self, line: bytes) -> None:
-        """A few hundred bytes: a pipe takes them at once."""
+    def _send_line(self, line: bytes) -> None:
+        """Write a few hundred bytes, which never block on a pipe."""
         try:
             os.write(self._pipe, line + b"\n")
         except OSError:
-            logger.debug("the pipeline does not listen any more")
+            logger.debug("pipeline has closed its pipe")
 
-    async def _end(self) -> None:
-        """SIGTERM to the child, which ends its JVM; later SIGKILL to its whole group, and to no other."""
+    async def _terminate(self) -> None:
+        """Send SIGTERM to the child, which ends its JVM, and later SIGKILL to its process group."""
         child, self._child = self._child, None
         if child is None:
             return
-        # Not to its group: a JVM that is gone before the child knows is a failure to the child.
+        # Not to its group: the child would report a JVM that ends first as a failure.
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGTERM)
         try:
@@ -447,15 +451,15 @@ class PipelineProcess:
                 await child.wait()
         except TimeoutError:
             pass
-        _kill_group(child)  # what it has started and left behind included
+        _kill_group(child)  # with any processes it left behind
         await child.wait()
         os.close(self._pipe)
         self._pipe = -1
-        self._state.gone()
+        self._state.mark_gone()
 
 
 def _kill_group(child: asyncio.subprocess.Process) -> None:
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # all of it has ended
+        pass  # the group has ended already

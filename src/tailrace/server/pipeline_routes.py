@@ -1,10 +1,7 @@
-"""Routes /v1/pipeline/*: plan, publish and heartbeat; what there is to build; pipeline metrics.
+"""Routes /v1/pipeline/*: plan, publish and heartbeat; and the metrics of the pipeline.
 
-What the pipeline is to do, as `GET /v1/pipeline/plan` tells it.
-
-The metrics of the pipeline: read where they are counted, when somebody asks.
-
-`/v1/pipeline/*`: what is to be built, and the publication of what was.
+A pipeline requests the plan (which index files, merges and compactions are missing), writes the objects to
+the bucket, and publishes them. The server checks each publication and lists its objects in the manifest.
 """
 
 from __future__ import annotations
@@ -61,13 +58,13 @@ LAYOUT: Final = 1
 PROFILE: Final = "profile"  # key of the document
 REMEMBERED_MAX: Final = 65_536
 PRIORITY: Final = 10
-CHANGE_WAIT_S_MAX: Final = 4.0  # how long an answer waits for a plan that is being written down
+CHANGE_WAIT_S_MAX: Final = 4.0  # how long a response waits for a plan that is not stored yet
 
 Json = dict[str, object]
 
 
 def index_plan_for(stream: Stream, keyed: bool) -> IndexPlan:
-    """The plan that a stream's documents ask for, those included that are not durable yet."""
+    """The index plan of a stream's documents, including those that are not durable yet."""
     documents = stream.documents or {}
     if not has_index_files(stream.name):
         return _build_index_plan(None, None, False)
@@ -81,55 +78,57 @@ def _build_index_plan(schema: bytes | None, profile: bytes | None, keyed: bool) 
 
 
 class PipelinePlanner:
-    """Puts answers together. A plan is in the bucket before anybody is told of it."""
+    """Builds the responses of `plan`. A plan is stored in the bucket before it is sent."""
 
     def __init__(self, context: Context, sealing: SealingService, work: IndexWork) -> None:
         self._context = context
         self._log = context.log
         self._sealing = sealing
         self._work = work
-        # The plan of each stream that is in the bucket, by hash and generation: not those before it, which
-        # may be swept by now. One that is wanted again has another generation.
+        # Hash and generation of the plan of each stream that is in the bucket. Only the last: earlier plans
+        # may have been swept, and have another generation when they are needed again.
         self._stored: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self.names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
-        self.shows_places = False  # in the order of pages, so that those of several workers can be joined
+        self.includes_positions = False  # so that the pages of several workers can be merged in order
 
-    async def of_stream(self, name: str, jobs: Sequence[str]) -> Json:
-        """One stream, be there something to do for it or not."""
+    async def plan_for(self, name: str, jobs: Sequence[str]) -> Json:
+        """The plan of one stream, with or without work."""
         until = self._context.loop.time() + CHANGE_WAIT_S_MAX
         while True:
             stream = self._log.readable(name)
-            shown = await self._show(stream, await self._work.of(stream), jobs)
+            shown = await self._describe_stream(stream, await self._work.of(stream), jobs)
             if shown is not None:
-                return self._answer([shown], None)
+                return self._plan_body([shown], None)
             left_s = until - self._context.loop.time()
             if left_s <= 0:
-                raise TailraceError("unavailable", "the stream is changing; ask again")
+                raise TailraceError("unavailable", "the index plan is changing, retry the request")
             await self._work.change(left_s)
 
     async def page(self, after: str, limit: int, jobs: Sequence[str]) -> Json:
-        """Streams with work, those that wait longest first."""
-        place = _parse_page_position(after)
-        found = self._work.after(place, limit)
+        """Streams with work, in the order of their oldest unindexed segment."""
+        position = _parse_page_position(after)
+        found = self._work.after(position, limit)
         streams: list[Json] = []
         for work in found:
             stream = self._log.streams.get(work.number)
             if stream is None or stream.removed or stream.visible < 0:
                 continue
-            shown = await self._show(stream, work, jobs)
+            shown = await self._describe_stream(stream, work, jobs)
             if shown is not None and shown["work"]:
-                if self.shows_places:
+                if self.includes_positions:
                     shown["place"] = f"{work.oldest_ns}.{work.number}"
                 streams.append(shown)
         more = len(found) == limit
-        return self._answer(streams, f"{found[-1].oldest_ns}.{found[-1].number}" if more else None)
+        return self._plan_body(streams, f"{found[-1].oldest_ns}.{found[-1].number}" if more else None)
 
-    def _answer(self, streams: list[Json], next_after: str | None) -> Json:
+    def _plan_body(self, streams: list[Json], next_after: str | None) -> Json:
         store = self._context.settings.object_store_url
         return {"layout": LAYOUT, "store": store, "streams": streams, "next_after": next_after}
 
-    async def _show(self, stream: Stream, work: StreamIndexWork, jobs: Sequence[str]) -> Json | None:
-        """None if another plan is wanted by now, which is told as soon as it is written down."""
+    async def _describe_stream(
+        self, stream: Stream, work: StreamIndexWork, jobs: Sequence[str]
+    ) -> Json | None:
+        """None if the plan has changed and the new one is not stored yet."""
         folder = make_stream_id(stream.name, stream.incarnation)
         prefix = stream_prefix(folder)
         entry = durable_plans(stream).wanted
@@ -178,7 +177,7 @@ class PipelinePlanner:
         publication = ManifestPublication(stream_id=folder, objects={plan_name(plan.hash): data})
         report = await self._sealing.run_job("plan", [stream.number], publication=publication)
         if report.error:
-            raise TailraceError("unavailable", f"the plan cannot be stored: {report.error}")
+            raise TailraceError("unavailable", f"cannot store the plan: {report.error}")
         self._stored[folder] = (entry.hash, entry.generation)
         self._stored.move_to_end(folder)
         if len(self._stored) > REMEMBERED_MAX:
@@ -187,12 +186,12 @@ class PipelinePlanner:
 
 
 def _parse_page_position(after: str) -> tuple[int, int]:
-    """Where a page ended: the age and the number of its last stream."""
+    """The time and the number of the last stream of a page."""
     if not after:
         return (-1, -1)
     oldest, _, number = after.partition(".")
     if not (oldest.isdigit() and number.isdigit() and len(after) <= 64):
-        raise TailraceError("invalid_request", "after must be the next_after of an answer")
+        raise TailraceError("invalid_request", "after must be the next_after of a response")
     return int(oldest), int(number)
 
 
@@ -211,7 +210,7 @@ def _describe_work(work: StreamIndexWork, prefix: str, jobs: Sequence[str]) -> l
 
 
 def _describe_rewrite(rewrite: RollupRewrite, prefix: str) -> Json:
-    """All of it is published at once, and takes the place of the merged file."""
+    """The new files are published together and replace the merged file."""
     families = [rewrite.merged.family]
     return {
         "job": "companions",
@@ -259,8 +258,8 @@ def _describe_merge(merge: IndexMerge, prefix: str) -> Json:
     }
 
 
-class CompanionWaitTimer:
-    """How long segments wait for their companions. Those from before the start are not counted."""
+class IndexWaitTimer:
+    """Measures how long segments wait for their index files, except for those sealed before the start."""
 
     def __init__(self, telemetry: ServerMetrics) -> None:
         self._telemetry = telemetry
@@ -287,7 +286,7 @@ def connect_pipeline_metrics(telemetry: ServerMetrics, routes: PipelineRoutes) -
         return [([job, outcome], count) for (job, outcome), count in sorted(publishing.outcomes.items())]
 
     for name in STATES:
-        telemetry.pipeline_state.reads[(name,)] = lambda name=name: float(state.shown == name)
+        telemetry.pipeline_state.reads[(name,)] = lambda name=name: float(state.displayed_state == name)
     telemetry.pipeline_restarts.read = lambda: state.restarts
     telemetry.pipeline_backlog_segments.read = lambda: state.backlog()[0]
     telemetry.pipeline_backlog_oldest_seconds.read = lambda: state.backlog()[2] / 1000
@@ -296,9 +295,9 @@ def connect_pipeline_metrics(telemetry: ServerMetrics, routes: PipelineRoutes) -
     telemetry.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
     telemetry.compacted_segments.read = lambda: publishing.compacting.segments
     telemetry.pipeline_rss_bytes.read = lambda: float(
-        _parse_int(None if state.beat is None else state.beat.rss_bytes)
+        _parse_int(None if state.heartbeat is None else state.heartbeat.rss_bytes)
     )
-    telemetry.pipeline_quarantined_segments.read = lambda: state.given_up
+    telemetry.pipeline_quarantined_segments.read = lambda: state.quarantined
 
 
 def _parse_int(text: str | None) -> int:
@@ -318,7 +317,7 @@ T = TypeVar("T")
 
 
 class PipelineRoutes:
-    """The owner plans and publishes; the pipeline computes, wherever it runs."""
+    """The server plans and publishes; the pipeline computes, on this machine or another."""
 
     def __init__(self, context: Context, sealing: SealingService, cold: ColdReader) -> None:
         self._context = context
@@ -328,7 +327,7 @@ class PipelineRoutes:
         self.publishing = PublicationService(context.log, sealing, context.loop)
         self.plans = PipelinePlanner(context, sealing, self.work)
         self.state = PipelineState(context, self.work, self.publishing)
-        self.timing = CompanionWaitTimer(context.telemetry)
+        self.index_waits = IndexWaitTimer(context.telemetry)
         self.demand: Callable[[], PipelineBacklog] = self.state.demand
         self.child: PipelineProcess | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -339,10 +338,10 @@ class PipelineRoutes:
         self.work.on_stale = self._unlist
         self.work.start()
         self.publishing.compacting.start()
-        self._log.publisher.on_change.append(self.timing.changed)
+        self._log.publisher.on_change.append(self.index_waits.changed)
 
     def connect(self, details: DetailsRoutes) -> None:
-        """The details of streams tell how far their indexes are."""
+        """Let `_details` and `_index_status` show the indexing progress."""
         details.indexed_of = self._indexed_of
         details.load_index = self._load_index
 
@@ -359,12 +358,12 @@ class PipelineRoutes:
         self.work.summaries.setdefault(stream.number, found)
 
     def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
-        """From now on a pipeline of our own is run when there is work."""
+        """Start a local pipeline process whenever there is work."""
         self.child = PipelineProcess(self._context, self.demand, self.state, grant, endpoint)
         self.child.start()
 
     async def stop_child(self) -> None:
-        """End the pipeline of our own; none is started any more."""
+        """Stop the local pipeline process, and start no other."""
         if self.child is not None:
             await self.child.stop()
 
@@ -377,29 +376,29 @@ class PipelineRoutes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def answer(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
+    def respond(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
         authorise(identity, Action.PIPELINE)
         if path == PLAN_PATH:
             if method in (b"GET", b"HEAD"):
-                self._spawn(self._guarded(exchange, self._plan(exchange)))
+                self._spawn(self._respond(exchange, self._plan(exchange)))
                 return
             if method != b"POST":
                 raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS")
-            self._spawn(self._guarded(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
+            self._spawn(self._respond(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
             return
         if path not in (PUBLISH_PATH, HEARTBEAT_PATH):
-            raise TailraceError("not_found", "there is nothing at this path")
+            raise TailraceError("not_found", "path not found")
         if method != b"POST":
             raise responses.method_not_allowed("POST, OPTIONS")
         if path == PUBLISH_PATH:
-            self._spawn(self._guarded(exchange, self._publish(decode_publish_request(exchange))))
+            self._spawn(self._respond(exchange, self._publish(decode_publish_request(exchange))))
             return
-        beat = decode_body(exchange, PipelineHeartbeat)
-        if beat.drain:
+        heartbeat = decode_body(exchange, PipelineHeartbeat)
+        if heartbeat.drain:
             self.state.draining = self.state.fresh or self.state.state != "off"
             body: Json = {"draining": self.state.draining}
         else:
-            body = self.state.take(beat)
+            body = self.state.record_heartbeat(heartbeat)
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -407,13 +406,13 @@ class PipelineRoutes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
+    async def _respond(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
         try:
             body = await work
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
         except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
+            responses.respond_error(exchange, TailraceError("internal", "request failed"))
             raise
         else:
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
@@ -425,7 +424,7 @@ class PipelineRoutes:
         jobs = _parse_jobs(query.get("jobs", ""))
         waits = parse_live(query.get("live", ""))
         if "stream" in query:
-            return await self.plans.of_stream(query["stream"], jobs)
+            return await self.plans.plan_for(query["stream"], jobs)
         limit = parse_limit(query.get("limit"))
         after = query.get("after", "")
         loop = self._context.loop
@@ -439,13 +438,13 @@ class PipelineRoutes:
 
     # -- publish ---------------------------------------------------------------------------------------
 
-    async def _publish(self, offer: PublishRequest) -> Json:
-        stream = await self.find(offer.stream_id)
-        outcome = await self.publishing.publish(stream, offer)
+    async def _publish(self, request: PublishRequest) -> Json:
+        stream = await self.find(request.stream_id)
+        outcome = await self.publishing.publish(stream, request)
         return {"result": outcome.result, "manifest_generation": outcome.generation}
 
     async def find(self, folder: str) -> Stream:
-        """The stream with an id. One that was not offered lately is found by its manifest."""
+        """The stream with this id; read from its manifest if it was not in a recent plan."""
         name = self.plans.names.get(folder)
         if name is None:
             name = await self.recorded_name(folder)
@@ -455,29 +454,29 @@ class PipelineRoutes:
         return stream
 
     async def recorded_name(self, folder: str) -> str:
-        """Whose manifest it is."""
+        """The name of the stream in the manifest of this id."""
         if len(folder) != 32 or not all(digit in "0123456789abcdef" for digit in folder):
             raise TailraceError("invalid_request", "stream_id must be 32 hex digits")
         try:
             stored = await ManifestStore(await self._cold.parts.opened(), 0).load(folder)
         except (ObjectStoreError, ManifestError) as error:
-            raise TailraceError("unavailable", f"the manifest cannot be read: {error}") from error
+            raise TailraceError("unavailable", f"cannot read the manifest: {error}") from error
         if stored is None:
-            raise TailraceError("not_found", "there is no stream with this id")
+            raise TailraceError("not_found", "no stream has this id")
         return stored.head.name
 
-    async def _rebuild(self, asked: RebuildRequest) -> Json:
-        """Companions are taken out, so that they are built again; queries scan meanwhile."""
-        stream = self._log.readable(asked.stream)
-        known = await self._log.catalogue.load(stream)
-        if asked.family is not None and asked.family not in FAMILIES:
-            raise TailraceError("invalid_request", f"there are the families {', '.join(FAMILIES)}")
-        keys = [one.object for one in known.companions if asked.family in (None, one.family)]
+    async def _rebuild(self, request: RebuildRequest) -> Json:
+        """Unlist index files, so that they are built again; searches scan in the meantime."""
+        stream = self._log.readable(request.stream)
+        known = await self._log.catalogue.of(stream)
+        if request.family is not None and request.family not in FAMILIES:
+            raise TailraceError("invalid_request", f"family must be one of {', '.join(FAMILIES)}")
+        keys = [one.object for one in known.companions if request.family in (None, one.family)]
         keys += [one.object for one in known.quarantined]
         await self.publishing.unlist(stream, tuple(keys))
         return {"stream": stream.name, "scheduled": len(keys)}
 
-    # -- what older plans left ---------------------------------------------------------------------------
+    # -- files of older plans ----------------------------------------------------------------------------
 
     def _unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
         self._spawn(self._unlisted(stream, keys))
@@ -486,11 +485,11 @@ class PipelineRoutes:
         try:
             await self.publishing.unlist(stream, keys)
         except TailraceError:
-            pass  # the next look at the stream finds them again
+            pass  # retried at the next check of the stream
 
 
 class RebuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks for companions to be built again: of one family, or of all."""
+    """Rebuild the index files of one family, or of all."""
 
     stream: str
     family: str | None = None
@@ -499,18 +498,23 @@ class RebuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def decode_body(exchange: Exchange, kind: type[T]) -> T:
     check_content_encoding(exchange)
     if len(exchange.body) > BODY_BYTES_MAX:
-        raise TailraceError("payload_too_large", f"a body has at most {BODY_BYTES_MAX} bytes")
+        raise TailraceError("payload_too_large", f"the body must have at most {BODY_BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(exchange.body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TailraceError("invalid_request", f"the body cannot be understood: {error}") from None
+        raise TailraceError("invalid_request", f"invalid body: {error}") from None
 
 
 def decode_publish_request(exchange: Exchange) -> PublishRequest:
-    offer = decode_body(exchange, PublishRequest)
-    if max(len(offer.add), len(offer.inputs), len(offer.replace), len(offer.quarantine)) > OBJECTS_MAX:
-        raise TailraceError("invalid_request", f"a publication has at most {OBJECTS_MAX} objects of a kind")
-    return offer
+    request = decode_body(exchange, PublishRequest)
+    if (
+        max(len(request.add), len(request.inputs), len(request.replace), len(request.quarantine))
+        > OBJECTS_MAX
+    ):
+        raise TailraceError(
+            "invalid_request", f"a list in a publication must have at most {OBJECTS_MAX} objects"
+        )
+    return request
 
 
 def _parse_jobs(text: str) -> tuple[str, ...]:
@@ -519,7 +523,7 @@ def _parse_jobs(text: str) -> tuple[str, ...]:
     found = tuple(text.split(","))
     for job in found:
         if job not in JOBS:
-            raise TailraceError("invalid_request", f"jobs must be some of {', '.join(JOBS)}, or all")
+            raise TailraceError("invalid_request", f"jobs must be all, or a list of {', '.join(JOBS)}")
     return found
 
 

@@ -1,8 +1,6 @@
-"""The server process: builds the parts, starts them, runs until it is told to stop, and stops them.
+"""The server process: `Server` builds the parts, starts them in order, and stops them on SIGTERM or SIGINT.
 
-The metrics of cold history: read where they are counted, when somebody asks.
-
-Puts the server together, runs it until it is told to stop, and takes it apart again.
+Metrics are not copied: each one reads the counter of its part when `/metrics` is requested.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from tailrace.auth import GrantStore, Identity, TokenVerifier
 from tailrace.common import file_descriptors, private_files, process
 from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.errors import TailraceError
-from tailrace.common.logging_setup import configure_logging
+from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warnings
@@ -66,9 +64,9 @@ if TYPE_CHECKING:
 
 
 def connect_storage_metrics(
-    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, companions: IndexFileService
+    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, index_files: IndexFileService
 ) -> None:
-    readers = (cold.parts, companions.parts, companions.lexicons)
+    readers = (cold.parts, index_files.parts, index_files.lexicons)
 
     def requests() -> Iterable[tuple[list[str], float]]:
         made = Counter(sealing.requests)
@@ -119,15 +117,15 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def run(settings: Settings) -> int:
-    """`tailrace serve`: the exit code of a server's whole life."""
+    """`tailrace serve`: run one server process until it stops, and return its exit code."""
     private_files.restrict_umask()
     configure_logging(settings.log_level, settings.log_format)
     request_log.configure(settings.log_requests, settings.edge_signing_key)
-    for told in unknown_variable_warnings(os.environ):
-        logger.warning(told)
+    for warning in unknown_variable_warnings(os.environ):
+        logger.warning(warning)
     process.set_time_slice(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The log makes few cycles and holds many objects: collect seldom, and never walk what start-up made.
+    # The log makes few cycles and holds many objects: collect seldom, and never the objects of start-up.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     try:
@@ -151,14 +149,12 @@ async def serve(settings: Settings) -> int:
         server = Server(settings, directory, loop)
     except OSError as error:
         directory.close()
-        raise TailraceError(
-            "unavailable", f"what is in {directory.path} cannot be trusted: {error}"
-        ) from error
+        raise TailraceError("unavailable", f"cannot read data directory {directory.path}: {error}") from error
     try:
         if restored is not None:
             startup.record_restore(restored, server.telemetry)
         await server.start()
-        loop.add_signal_handler(signal.SIGHUP, server.hang_up)
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
         print_startup_banner(server.url, settings)
         await stop.wait()
         logger.info("stopping")
@@ -171,7 +167,7 @@ async def serve(settings: Settings) -> int:
 class Server:
     """All parts of one server process."""
 
-    shares_port = False  # whether other processes listen on the same one
+    shares_port = False  # whether other processes listen on the same port
 
     def __init__(
         self,
@@ -194,7 +190,7 @@ class Server:
         self._identities: CredentialWatch | None = None
         if self._verifier is not None:
             self._identities = CredentialWatch(loop, self._verifier, self.app)
-            self.app.identities.on_change = self._identities.look
+            self.app.identities.on_change = self._identities.poll
         self._subscriptions = self.subscriptions(context)
         self._subscriptions.check = self.app.guard.check
         self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
@@ -212,30 +208,30 @@ class Server:
             settings.object_store_url, directory.path / "cache", limits.segment_cache_max_bytes, limits, loop
         )
         self.log.reader.history.cold = self._cold
-        self._companions = IndexFileService(
+        self._index_files = IndexFileService(
             self.log, settings.object_store_url, directory.path / "companions", limits, loop
         )
-        self.app.use_index_files(self._companions)
-        self._companions.connect(self.telemetry)
+        self.app.use_index_files(self._index_files)
+        self._index_files.connect(self.telemetry)
         self.app.seal = SealRoute(context, self.sealing).seal
         self.app.search.seal_early(self.sealing.seal_now)
         self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
         self.pipeline.connect(self.app.details)
-        readers = (self._cold.parts, self._companions.parts, self._companions.lexicons)
+        readers = (self._cold.parts, self._index_files.parts, self._index_files.lexicons)
         connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, memory_limit_bytes(limits))
-        self._memory.sheds += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
+        self._memory.evictors += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         search = self.app.search
-        self._memory.sheds += [search.tail.evict_all, search.records.shed, self._companions.files.evict_all]
-        self._memory.ticks.append(partial(search.index_new_rows, self.app.guard.grown))
-        node = self._node(context)
+        self._memory.evictors += [search.tail.shed, search.records.shed, self._index_files.shelf.shed]
+        self._memory.on_tick.append(partial(search.follow, self.app.guard.grown))
+        node = self._inspected_parts(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details
-        self.app.server.async_index = self.pipeline.state.gate
+        self.app.server.async_index = self.pipeline.state.concurrency
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, build_series_recorder(node))
-        self._tracing = self._trace(context)
+        self._tracing = self._start_tracing(context)
         self._observed = self._observe(settings)
         self._declared = DeclaredStreamInstaller(context, Path(settings.init)) if settings.init else None
         self._certificate: Certificate | None = None
@@ -253,16 +249,16 @@ class Server:
         self._checkpoints.start()
         await listing.republish_registry(self.log)
         if self._declared is not None and self.log.refusal is None:
-            logger.info("%d declared streams are there", await self._declared.make())
+            logger.info("declared streams exist", extra=log_fields(streams=await self._declared.make()))
         self.sealing.start()
         self.pipeline.start()
         if self._identities is not None:
             self._identities.start()
         await self.start_services()
         limits = file_descriptors.fit_connection_limit(settings.limits)
-        self._http = HttpServer(self.front(), limits, on_drain=self.app.end_live)
+        self._http = HttpServer(self.listener_app(), limits, on_drain=self.app.end_live)
         if self._verifier is not None:
-            self._http.admit_body = self.app.knows
+            self._http.admit_body = self.app.has_token
         self._connect_telemetry(self._http)
         self._certificate = load_certificate(settings)
         tls = None if self._certificate is None else self._certificate.context
@@ -277,16 +273,16 @@ class Server:
         self.url = f"{'https' if tls else 'http'}://{host}:{port}"
 
     def _grant_pipeline(self) -> Callable[[float], str] | None:
-        """Tokens for the local pipeline; none are needed where nobody has one."""
+        """A function that issues tokens for the local pipeline; None without authentication."""
         if self._verifier is None:
             return None
         identity = Identity(sub="pipeline", scopes=frozenset({"manage", "system"}))
         return lambda seconds: self._grants.issue(identity, seconds)
 
-    def hang_up(self) -> None:
-        """SIGHUP: what was missing is looked for again, and files that may have changed are read again."""
+    def reload(self) -> None:
+        """SIGHUP: check for Java again, reload the hub's rules, credentials and the TLS certificate."""
         if self.pipeline.child is not None:
-            self.pipeline.child.hang_up()
+            self.pipeline.child.recheck_java()
         self.hub.reload()
         self.app.recheck_hub()
         if self._identities is not None:
@@ -295,15 +291,17 @@ class Server:
             try:
                 self._certificate.reload()
             except TailraceError as error:
-                logger.error("%s; the old one stays in use", error)
+                logger.error(
+                    "TLS certificate not reloaded, keeping the old one", extra=log_fields(error=str(error))
+                )
 
-    # -- what is otherwise where a server has several processes ------------------------------------------
+    # -- overridden by a worker of a server with several processes ---------------------------------------
 
     def subscriptions(self, context: Context) -> SubscriptionService:
         return SubscriptionService(self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry)
 
-    def front(self) -> App:
-        """What the listener serves."""
+    def listener_app(self) -> App:
+        """The application of the listener."""
         return self._observed or self.app
 
     def metrics_app(self) -> App:
@@ -320,9 +318,9 @@ class Server:
         self.hub.stop()
 
     async def before_log_closes(self) -> None:
-        """Nobody changes anything any more."""
+        """Called when all requests have ended and nothing appends any more."""
 
-    # -- inside ------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------------
 
     async def _listen(self, http: HttpServer, port: int, tls: ssl.SSLContext | None) -> int:
         host = self._settings.host
@@ -333,9 +331,9 @@ class Server:
             raise TailraceError("unavailable", f"cannot listen on {host} port {port}: {reason}") from error
 
     async def stop(self) -> None:
-        """Finishes what is under way: requests first, then the log, then everything else."""
+        """Finish what is in progress: requests first, then the log, then everything else."""
         self.app.health.stopping = True
-        # At once: draining would wait for the long poll of our own pipeline, which would then find no server.
+        # First: draining would wait for the long-poll of our own pipeline, which would then find no server.
         pipeline_exit = asyncio.create_task(self.pipeline.stop_child())
         if self._http is not None:
             await self._http.drain()
@@ -353,25 +351,25 @@ class Server:
         self.app.search.close()
         await self.log.close()
         await self._checkpoints.stop()
-        await self._companions.close()
+        await self._index_files.close()
         await self._cold.close()
         if self._identities is not None:
             self._identities.stop()
         if self._tracing is not None:
             self._tracing.close()
 
-    def _trace(self, context: Context) -> Tracing | None:
+    def _start_tracing(self, context: Context) -> Tracing | None:
         if not context.settings.traces_url:
             return None
-        from tailrace.server.trace_export import Tracing  # with an HTTP client, which others need not load
+        from tailrace.server.trace_export import Tracing  # loads an HTTP client
 
         tracing = Tracing(context)
         tracing.connect(self.sealing, self.pipeline.state, self._subscriptions.webhooks)
         tracing.start()
         return tracing
 
-    def _node(self, context: Context) -> ServerParts:
-        """What inspection looks at."""
+    def _inspected_parts(self, context: Context) -> ServerParts:
+        """The parts shown by `/v1/server/_details` and recorded in the metrics stream."""
         app = self.app
         return ServerParts(
             context,
@@ -382,24 +380,24 @@ class Server:
             self._cold,
             app.search,
             app.touch,
-            self._companions,
+            self._index_files,
         )
 
     def _observe(self, settings: Settings) -> RequestObserver | None:
-        """Stands before the application where somebody wants to know of single requests."""
+        """The wrapper around the application that logs or traces single requests, if configured."""
         if not observes_requests(settings):
             return None
         tracer = None if self._tracing is None else self._tracing.tracer
         return RequestObserver(self.app, settings, tracer, self.log.committer)
 
-    def _synced(self, seconds: float, records: int) -> None:
+    def _observe_sync(self, seconds: float, records: int) -> None:
         self.telemetry.observe_sync(seconds, records)
         if self._observed is not None:
             self._observed.synced(seconds, records)
 
     def _connect_telemetry(self, http: HttpServer) -> None:
         telemetry, log = self.telemetry, self.log
-        log.committer.observe_sync = telemetry.observe_sync if self._tracing is None else self._synced
+        log.committer.observe_sync = telemetry.observe_sync if self._tracing is None else self._observe_sync
         telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
         telemetry.requests.each = lambda: (
             ([method.decode(), str(status)], count)
@@ -429,17 +427,17 @@ class Server:
         telemetry.hot_free_bytes.read = self._disk.reusable_bytes
         for mode in ("long-poll", "sse", "ws"):
             telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
-        connect_storage_metrics(telemetry, self.sealing, self._cold, self._companions)
+        connect_storage_metrics(telemetry, self.sealing, self._cold, self._index_files)
         connect_pipeline_metrics(telemetry, self.pipeline)
         telemetry.live_demoted.read = lambda: self.app.live.demoted
-        telemetry.spark_reads.read = lambda: self.app.reads.by_spark
+        telemetry.spark_reads.read = lambda: self.app.reads.spark_reads
         telemetry.identity_limited.read = lambda: self.app.rates.refused
         if self._identities is not None:
             self._identities.connect(telemetry)
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
-    """The certificate that the settings name, or have made."""
+    """The configured certificate, or a self-signed one if that is enabled."""
     if settings.tls_cert:
         return Certificate(settings.tls_cert, settings.tls_key)
     if not settings.tls_self_signed:
@@ -450,7 +448,7 @@ def load_certificate(settings: Settings) -> Certificate | None:
 
 
 def local_url(host: str, port: int, tls: bool) -> str:
-    """Where a process on this machine reaches us."""
+    """The URL for processes on this machine."""
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
     shown = f"[{host}]" if ":" in host else host
@@ -458,7 +456,7 @@ def local_url(host: str, port: int, tls: bool) -> str:
 
 
 def print_startup_banner(url: str, settings: Settings) -> None:
-    """What to do next, for somebody who just started the server."""
+    """Print the URL, the data directory and a command to try next."""
     lines = (
         f"tailrace ready  {url}",
         f"data directory  {os.fspath(settings.data_dir.absolute())}",
@@ -469,7 +467,7 @@ def print_startup_banner(url: str, settings: Settings) -> None:
 
 
 def _example_request(url: str, settings: Settings) -> str:
-    """A command that works as it is: with a token where one is needed, and with our own certificate."""
+    """A curl command that works as printed, with a token and our own certificate where needed."""
     words = ["curl", "-X PUT", "-H 'Content-Type: application/json'"]
     if settings.tls_self_signed:
         words.append(f"--cacert {shlex.quote(str(settings.data_dir.absolute() / 'tls' / 'cert.pem'))}")
@@ -479,7 +477,7 @@ def _example_request(url: str, settings: Settings) -> str:
 
 
 def _token_command(settings: Settings) -> str:
-    """Where a shell gets a token from. It is made there: nothing secret is printed here."""
+    """A shell expression that creates a token, so that no secret is printed."""
     grant = "--sub me --scope write --expires 1h"
     if settings.auth_jwt_secret:
         file = Path(settings.config or CONFIG_NAME).absolute()

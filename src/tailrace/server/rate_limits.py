@@ -1,13 +1,9 @@
 """Rate limits by identity: requests and body bytes, counted in one process or shared between workers.
 
-How much one identity may ask: requests, and bytes in their bodies. Unless that is set, anything.
-
-Rates of identities that hold for all workers together: what was taken is in memory that they share.
-
-A slot of an identity says up to which moment it has used up what it may have; taking moves that moment on,
-and time catches up with it. There is no lock: two workers that take for the same identity at the very same
-moment may count one for both. So the bound holds to within a few per cent of a very busy identity, and nobody
-ever waits for another worker.
+Workers share the counts in mapped memory. A slot of an identity stores the time up to which it has used its
+rate; consuming advances that time. There is no lock: two workers that consume for the same identity at the
+same moment may count only once, so the limit of a very busy identity is exact to a few per cent, and no
+worker ever waits for another.
 """
 
 from __future__ import annotations
@@ -31,32 +27,32 @@ from tailrace.http.server import HttpServer
 from tailrace.routing.client_address import ClientResolver, client_network
 
 BUCKETS_MAX: Final = 20_000
-AT_ONCE: Final = 2  # seconds' worth, after a rest
+BURST_S: Final = 2  # seconds of the rate that may be used at once
 
 
 class RateCounter(Protocol):
-    """Who has taken how much: of this process, or of all workers."""
+    """Counts of one process, or of all workers together."""
 
     def take(self, identity: str, kind: str, now_ns: int, count: int = 1) -> int: ...
     def give_back(self, identity: str, kind: str, count: int = 1) -> None: ...
 
 
 class IdentityRateLimiter:
-    """Owned by the event loop."""
+    """Limits the requests and body bytes per second of each identity. Used on the event loop only."""
 
-    def __init__(self, limits: Limits, clock: Clock, vouching: ClientResolver) -> None:
+    def __init__(self, limits: Limits, clock: Clock, clients: ClientResolver) -> None:
         self._clock = clock
-        self._vouching = vouching
+        self._clients = clients
         per_s = {"ops": limits.identity_ops_per_s, "bytes": limits.identity_bytes_per_s}
-        self.rates = {kind: Rate(rate, AT_ONCE * rate) for kind, rate in per_s.items() if rate}
+        self.rates = {kind: Rate(rate, BURST_S * rate) for kind, rate in per_s.items() if rate}
         self.buckets: RateCounter = TokenBuckets(self.rates, buckets_max=BUCKETS_MAX)
         self.any = bool(self.rates)
-        # Where other workers ask for parts of an answer: the request they do it for was counted there.
-        self.inside: HttpServer | None = None
+        # Listener for requests of other workers, which have counted the client's request already.
+        self.peer_listener: HttpServer | None = None
         self.refused = 0
 
-    def take(self, identity: Identity, exchange: Exchange) -> None:
-        """Counts a request, or refuses it and says when to come back."""
+    def consume(self, identity: Identity, exchange: Exchange) -> None:
+        """Count a request, or refuse it with a retry time."""
         if not self._counts(identity, exchange):
             return
         who = self._name(identity, exchange)
@@ -70,11 +66,11 @@ class IdentityRateLimiter:
         if wait_ms:
             self.refused += 1
             raise TailraceError(
-                "overloaded", "this identity asks too much at once", retry_after_s=-(-wait_ms // 1000)
+                "overloaded", "rate limit of this identity exceeded", retry_after_s=-(-wait_ms // 1000)
             )
 
-    def give_back(self, identity: Identity, exchange: Exchange) -> None:
-        """What was taken for a request that is counted where it goes from here."""
+    def refund(self, identity: Identity, exchange: Exchange) -> None:
+        """Refund a request that is counted again by the process it is forwarded to."""
         if self._counts(identity, exchange):
             who = self._name(identity, exchange)
             for kind, count in (("ops", 1), ("bytes", len(exchange.body))):
@@ -82,29 +78,29 @@ class IdentityRateLimiter:
                     self.buckets.give_back(who, kind, count)
 
     def _counts(self, identity: Identity, exchange: Exchange) -> bool:
-        """A part of this server does not, nor a part of a request that another worker counted."""
-        if identity.credential.startswith("grant "):
+        """False for parts of this server, and for requests that another worker has counted."""
+        if identity.vouched_by.startswith("grant "):
             return False
-        return ALONE_HEADER not in exchange.headers or exchange.connection.server is not self.inside
+        return ALONE_HEADER not in exchange.headers or exchange.connection.server is not self.peer_listener
 
     def _name(self, identity: Identity, exchange: Exchange) -> str:
-        """Whoever has no name is known by the token, and whoever has no token by the address."""
+        """The subject, else the token, else the network of the client."""
         if identity.public:
-            return "peer " + client_network(self._vouching.address_of(exchange))
+            return "peer " + client_network(self._clients.address_of(exchange))
         return f"sub {identity.sub}" if identity.sub else f"token {identity.token_id}"
 
 
 KINDS: Final = ("ops", "bytes")
 SLOTS: Final = 65_536
-CELLS: Final = 1 + len(KINDS)  # of a slot: whose it is, and a moment for each kind
+CELLS: Final = 1 + len(KINDS)  # of a slot: hash of the identity, and a time for each kind
 CELL_BYTES: Final = 8
-TRIES: Final = 32  # slots that an identity may have, one after the other
+PROBES: Final = 32  # consecutive slots that are tried for an identity
 SECOND_NS: Final = 1_000_000_000
 MILLI_NS: Final = 1_000_000
 
 
 class SharedTokenBuckets:
-    """As `Buckets`, for the workers that open the same file. It is never made smaller while one has it."""
+    """As `TokenBuckets`, shared by workers that map the same file. The file must not shrink."""
 
     def __init__(self, path: Path, rates: Mapping[str, Rate]) -> None:
         self._rates = rates
@@ -118,33 +114,33 @@ class SharedTokenBuckets:
         self._cells = memoryview(memory).cast("Q")
 
     def take(self, identity: str, kind: str, now_ns: int, count: int = 1) -> int:
-        """0 if so many were taken, else the milliseconds after which they could be.
+        """Consume `count` units. Returns 0, or how many milliseconds to wait if they exceed the rate.
 
-        What is more than is given at once needs a rest before, and is paid for by one afterwards.
+        More than the burst can be consumed by an identity that was idle; it has to wait afterwards.
         """
         rate = self._rates[kind]
         full_ns = rate.burst * SECOND_NS // rate.per_s
-        wanted_ns = count * SECOND_NS // rate.per_s
+        cost_ns = count * SECOND_NS // rate.per_s
         cell = self._slot(identity, now_ns) + 1 + KINDS.index(kind)
         used_ns = max(self._cells[cell], now_ns)
-        over_ns = used_ns - now_ns + min(wanted_ns, full_ns) - full_ns
+        over_ns = used_ns - now_ns + min(cost_ns, full_ns) - full_ns
         if over_ns > 0:
             return -(-over_ns // MILLI_NS)
-        self._cells[cell] = used_ns + wanted_ns
+        self._cells[cell] = used_ns + cost_ns
         return 0
 
     def give_back(self, identity: str, kind: str, count: int = 1) -> None:
-        """What was taken for something that was refused for another reason, or is counted elsewhere."""
+        """Refund units of a request that was refused for another reason, or is counted elsewhere."""
         cell = self._slot(identity, 0) + 1 + KINDS.index(kind)
         self._cells[cell] = max(0, self._cells[cell] - count * SECOND_NS // self._rates[kind].per_s)
 
     def _slot(self, identity: str, now_ns: int) -> int:
-        """The first cell of the identity's slot. One that has all its rights back may lose its slot."""
+        """The first cell of the identity's slot. Slots of identities with nothing used are reused."""
         cells = self._cells
         mark = xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass")) or 1
         home = mark % SLOTS * CELLS
         free = -1
-        for step in range(TRIES):
+        for step in range(PROBES):
             slot = (home + step * CELLS) % (SLOTS * CELLS)
             owner = cells[slot]
             if owner == mark:
@@ -154,7 +150,7 @@ class SharedTokenBuckets:
             if not owner:
                 break
         if free < 0:
-            free = home  # there are that many at once: what one of them has used up is forgotten
+            free = home  # too many identities: one loses its count
         cells[free + 1] = cells[free + 2] = 0
         cells[free] = mark
         return free

@@ -1,11 +1,8 @@
 """GET on a stream: catch-up pages, filtered reads, Arrow pages, and the start of live reads.
 
-Pages as tables: beside each entry its number, its time and its key, as a stream of Arrow record batches.
-
-For programs that have to know where entries end and what belongs to them. The columns are those of a segment
-(docs/open-format.md), and one more: the epoch that each entry's offset has.
-
-GET on a stream: catch-up pages and long-polls.
+A read in memory is served at once; anything else runs as a task with the request timeout. `format=arrow`
+returns each entry with its number, timestamp and key as a stream of Arrow record batches: the columns of a
+segment (docs/open-format.md) and the epoch of the entry's offset.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ ARROW_THREADS = 2
 
 
 class ArrowPages:
-    """Makes tables on threads of its own: the library is large, and so may the pages be."""
+    """Encodes Arrow pages on threads of its own: pyarrow is loaded there, and pages may be large."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -57,7 +54,7 @@ class ArrowPages:
     async def encode(
         self, stream: Stream, numbers: Sequence[int], labels: EntryLabels, payloads: list[ReadPart]
     ) -> ReadPart:
-        """The rows as bytes. Labels beyond the last number are passed over."""
+        """Encode the rows. Labels beyond the last number are ignored."""
         epochs, json = stream.epochs, stream.json
         return await self._loop.run_in_executor(
             self._threads, _encode_arrow, epochs, json, numbers, labels, payloads
@@ -86,7 +83,7 @@ def _encode_arrow(
 
 
 def _entry_epochs(epochs: Sequence[tuple[int, int]], numbers: Sequence[int]) -> list[int]:
-    """The epoch of each entry, as its offset shows it."""
+    """The epoch in the offset of each entry."""
     if len(epochs) == 1:
         return [epochs[0][0]] * len(numbers)
     found: list[int] = []
@@ -101,36 +98,40 @@ def _entry_epochs(epochs: Sequence[tuple[int, int]], numbers: Sequence[int]) -> 
 PageResponder = Callable[[Exchange], None]
 
 YEAR_S = 31_536_000
-SPARK_USER_AGENT = b"tailrace-spark/"  # how the source for Spark says who it is
+SPARK_USER_AGENT = b"tailrace-spark/"  # sent by the Spark source
 
 
 class ReadRoutes:
+    """Serves GET on a stream, except for what `LiveReaders` keeps open."""
+
     def __init__(self, context: Context, live: LiveReaders) -> None:
         self._context = context
         self._log = context.log
         self._limits = context.limits
         self._live = live
         settings = context.settings
-        # Streams that everybody may read; None if that is all of them.
+        # Prefixes of streams that can be read without a token; None if all can.
         self._public = settings.auth_public_prefixes if settings.auth_configured else None
         self._tasks: set[asyncio.Task[None]] = set()
         self.filtered = FilteredReads(context, self._registry_of)
         self._rows = ArrowPages(context.loop)
-        self.by_spark = 0  # reads
+        self.spark_reads = 0
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)
         if exchange.headers.get(b"user-agent", b"").startswith(SPARK_USER_AGENT):
-            self.by_spark += 1
+            self.spark_reads += 1
         try:
             request = self._request(exchange, name, key)
         except NotLocalError:
-            self._later(self._read_since(exchange, identity, name, key))
+            self._spawn(self._read_from_time(exchange, identity, name, key))
             return
         self._serve(exchange, identity, request)
 
-    async def _read_since(self, exchange: Exchange, identity: Identity, name: str, key: str | None) -> None:
-        """A read whose start has to be looked up in a segment."""
+    async def _read_from_time(
+        self, exchange: Exchange, identity: Identity, name: str, key: str | None
+    ) -> None:
+        """A read with `since` whose start has to be looked up in a segment."""
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
                 stream = self._log.readable(name)
@@ -153,14 +154,14 @@ class ReadRoutes:
         elif request.mode == "long-poll" and request.start >= request.stream.visible:
             LongPoll(self, exchange, request).begin()
         elif request.at_now and not request.mode and request.fmt != "arrow":
-            self._answer_now(exchange, request)
+            self._respond_at_tail(exchange, request)
         else:
-            self.answer(exchange, request)
+            self.respond(exchange, request)
 
     def _request(
         self, exchange: Exchange, name: str, path_key: str | None, found: int | None = None
     ) -> ReadRequest:
-        """What is asked for; `found` is where a read by time begins, if that is known already."""
+        """Parse and check the request. `found` is the start of a read by time that was looked up already."""
         query = parse_query(exchange.query)
         mode = live_mode(query)
         stream = self._log.readable(name)
@@ -171,11 +172,13 @@ class ReadRoutes:
         if fmt not in ("json", "raw", "arrow"):
             raise TailraceError("unsupported_format", "format must be json, raw or arrow")
         if fmt == "json" and not stream.json:
-            raise TailraceError("unsupported_format", "only JSON streams can be read as JSON")
+            raise TailraceError("unsupported_format", "format=json requires a JSON stream")
         if fmt == "arrow" and (filter_text is not None or mode in ("sse", "ws")):
-            raise TailraceError("unsupported_format", "format=arrow goes with neither filter nor live events")
-        given = read_start(query, mode, exchange.headers)
-        start, at_now = self._start(stream, given, mode) if found is None else (found, False)
+            raise TailraceError(
+                "unsupported_format", "format=arrow cannot be combined with filter, live=sse or live=ws"
+            )
+        read_from = read_start(query, mode, exchange.headers)
+        start, at_now = self._start(stream, read_from, mode) if found is None else (found, False)
         start = max(start, stream.earliest)
         wait_ms = self._wait_ms(query) if mode == "long-poll" else 0
         key = routing_key(query, path_key)
@@ -193,16 +196,17 @@ class ReadRoutes:
             filter_text or "",
             bytes_max=parse_page_limit(query, "max_bytes", ARROW_PAGE_BYTES_MAX),
             entries_max=parse_page_limit(query, "max_entries", self._limits.read_page_entries),
-            start_line=given.header,
+            start_line=read_from.header,
         )
 
-    def _start(self, stream: Stream, given: ReadStart, mode: str) -> tuple[int, bool]:
-        offset = given.offset
+    def _start(self, stream: Stream, read_from: ReadStart, mode: str) -> tuple[int, bool]:
+        """The entry number to start from, and whether that is `offset=now`."""
+        offset = read_from.offset
         if offset is None:
-            if given.since is not None:
-                return self._log.reader.entry_before(stream, _parse_since_ns(given.since)), False
+            if read_from.since is not None:
+                return self._log.reader.entry_before(stream, _parse_since_ns(read_from.since)), False
             if mode:
-                raise TailraceError("missing_offset", "live reads need an offset")
+                raise TailraceError("missing_offset", "live reads require an offset")
             return 0, False
         if offset == "-1":
             return 0, False
@@ -216,46 +220,46 @@ class ReadRoutes:
 
     # -- catch-up --------------------------------------------------------------------------------------
 
-    def answer(self, exchange: Exchange, request: ReadRequest) -> None:
-        """Answers with the page after `start`: at once if memory has it, else when the store has given it."""
+    def respond(self, exchange: Exchange, request: ReadRequest) -> None:
+        """Respond with the page after `start`, read from memory or from the store."""
         stream = request.stream
-        if request.start < stream.earliest:  # retention has overtaken somebody who waited
+        if request.start < stream.earliest:  # trimmed by retention while a long-poll waited
             responses.respond_error(exchange, offset_gone(stream, stream.earliest))
             return
         if request.filter_text:
-            self._answer_filtered(exchange, request)
+            self._respond_filtered(exchange, request)
             return
         key = request.key.encode() or None
         if request.fmt == "arrow":
-            self._later(self._answer_later(exchange, request, self._read_rows(request, key)))
+            self._spawn(self._respond_later(exchange, request, self._read_rows(request, key)))
             return
-        bytes_max, entries_max, apart = self._page_of(request)
+        bytes_max, entries_max, apart = self._page_limits(request)
         found = self._log.reader.try_read(stream, request.start, bytes_max, entries_max, key, apart=apart)
         if not isinstance(found, MissingBlock):
-            self._answer_read(exchange, request, found)
+            self._respond_read(exchange, request, found)
             return
-        self._later(self._answer_later(exchange, request, self._read(request, key)))
+        self._spawn(self._respond_later(exchange, request, self._read(request, key)))
 
-    def _later(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _read(self, request: ReadRequest, key: bytes | None) -> PageResponder:
-        bytes_max, entries_max, apart = self._page_of(request)
+        bytes_max, entries_max, apart = self._page_limits(request)
         page = await self._log.reader.read(
             request.stream, request.start, bytes_max, entries_max, key, apart=apart
         )
-        return lambda exchange: self._answer_read(exchange, request, page)
+        return lambda exchange: self._respond_read(exchange, request, page)
 
     async def _read_rows(self, request: ReadRequest, key: bytes | None) -> PageResponder:
-        """A page as a table: beside each entry its number, its time and its key."""
+        """A page as Arrow record batches: each entry with its number, timestamp and key."""
         stream = request.stream
         bytes_max, entries_max = request.bytes_max, request.entries_max
         contract = self._live.contracts.get(stream.visible_documents)
         if contract is not None and contract.promotes_behind(request.start):
-            limits_of_page = self._live.contracts.page_limits(stream, request.start, self._limits)
-            bytes_max, entries_max = min(bytes_max, limits_of_page[0]), min(entries_max, limits_of_page[1])
+            page_limits = self._live.contracts.page_of(stream, request.start, self._limits)
+            bytes_max, entries_max = min(bytes_max, page_limits[0]), min(entries_max, page_limits[1])
         page = await self._log.reader.read_labelled(stream, request.start, bytes_max, entries_max, key)
         numbers, labels = page.entries(), page.labels
         assert labels is not None
@@ -264,10 +268,10 @@ class ReadRoutes:
             page = contract.promoted(stream, request.start, page)
             mark = contract.version_tag(page)
         body = await self._rows.encode(stream, numbers[: page.count], labels, page.parts)
-        return lambda exchange: self._answer_page(exchange, request, page, mark, body=body)
+        return lambda exchange: self._respond_page(exchange, request, page, mark, body=body)
 
-    def _page_of(self, request: ReadRequest) -> tuple[int, int, bool]:
-        """How large a page may be, in bytes and entries; whether each entry is apart, as in raw answers."""
+    def _page_limits(self, request: ReadRequest) -> tuple[int, int, bool]:
+        """The maximum bytes and entries of a page, and whether its entries are not joined into one buffer."""
         limits, raw = self._limits, request.fmt == "raw"
         if request.stream.visible_documents is None:
             return limits.read_page_bytes, limits.read_page_entries, raw
@@ -276,27 +280,27 @@ class ReadRoutes:
         )
         return bytes_max, entries_max, apart or raw
 
-    def _answer_read(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
-        """Answers with a page as it was read: what is of an older schema version is promoted."""
+    def _respond_read(self, exchange: Exchange, request: ReadRequest, page: Page) -> None:
+        """Respond with a page; entries of an older schema version are promoted."""
         stream = request.stream
         contract = self._live.contracts.get(stream.visible_documents)
         if contract is None:
-            self._answer_page(exchange, request, page)
+            self._respond_page(exchange, request, page)
             return
         try:
             page = contract.promoted(stream, request.start, page)
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
             return
-        self._answer_page(exchange, request, page, contract.version_tag(page))
+        self._respond_page(exchange, request, page, contract.mark(page))
 
-    async def _answer_later(
+    async def _respond_later(
         self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, PageResponder]
     ) -> None:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
-                answer = await work
+                respond = await work
         except TimeoutError:
             responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
             return
@@ -306,14 +310,14 @@ class ReadRoutes:
             return
         except Exception:
             if request.stream.removed:
-                # Deleted under the reader's feet: its rows are gone.
+                # The stream was deleted during the read.
                 responses.respond_error(exchange, responses.stream_deleted(request.stream))
                 return
-            responses.respond_error(exchange, TailraceError("internal", "the read failed"))
+            responses.respond_error(exchange, TailraceError("internal", "read failed"))
             raise
         if self._context.settings.server_timing:
             responses.add_phase(exchange, "hot", time.monotonic() - begun)
-        answer(exchange)
+        respond(exchange)
 
     # -- filtered --------------------------------------------------------------------------------------
 
@@ -321,43 +325,43 @@ class ReadRoutes:
         contract = self._live.contracts.get(stream.visible_documents)
         return None if contract is None else contract.registry
 
-    def _answer_filtered(self, exchange: Exchange, request: ReadRequest) -> None:
-        """As `answer`, with the entries that match a filter."""
+    def _respond_filtered(self, exchange: Exchange, request: ReadRequest) -> None:
+        """As `respond`, with the entries that match the filter."""
         key = request.key.encode() or None
         try:
-            sieve = self.filtered.begin(
+            scan = self.filtered.begin(
                 request.stream, request.filter_text, request.start, request.scanned_bytes
             )
         except TailraceError as refusal:
-            # The registry may have changed under somebody who waited.
+            # The registry may have changed while a long-poll waited.
             responses.respond_error(exchange, refusal)
             return
-        if self.filtered.try_scan(request.stream, sieve, key):
-            self._answer_sieve(exchange, request, sieve)
+        if self.filtered.try_scan(request.stream, scan, key):
+            self._respond_scan(exchange, request, scan)
         else:
-            until = self.filtered.scan_deadline(exchange.started)
-            self._later(self._answer_later(exchange, request, self._sift(request, sieve, key, until)))
+            until = self.filtered.patience(exchange.started)
+            self._spawn(self._respond_later(exchange, request, self._filter_page(request, scan, key, until)))
 
-    async def _sift(
-        self, request: ReadRequest, sieve: FilterScan, key: bytes | None, until: float
+    async def _filter_page(
+        self, request: ReadRequest, scan: FilterScan, key: bytes | None, until: float
     ) -> PageResponder:
-        await self.filtered.scan(request.stream, sieve, key, until)
-        return lambda exchange: self._answer_sieve(exchange, request, sieve)
+        await self.filtered.scan(request.stream, scan, key, until)
+        return lambda exchange: self._respond_scan(exchange, request, scan)
 
-    def _answer_sieve(self, exchange: Exchange, request: ReadRequest, sieve: FilterScan) -> None:
-        page = Page(sieve.parts, sieve.decided, sieve.count)
-        if not request.mode or page.count or sieve.scan_limit_reached:
-            more = self.filtered.limit_lines(sieve, request.scanned_bytes)
-            self._answer_page(exchange, request, page, sieve.mark, more)
-        elif sieve.done:
-            scanned_bytes = request.scanned_bytes + sieve.scanned_bytes
-            self._wait(exchange, request._replace(start=sieve.decided, scanned_bytes=scanned_bytes))
+    def _respond_scan(self, exchange: Exchange, request: ReadRequest, scan: FilterScan) -> None:
+        page = Page(scan.parts, scan.decided, scan.count)
+        if not request.mode or page.count or scan.scan_limit_reached:
+            more = self.filtered.limit_lines(scan, request.scanned_bytes)
+            self._respond_page(exchange, request, page, scan.mark, more)
+        elif scan.done:
+            scanned_bytes = request.scanned_bytes + scan.scanned_bytes
+            self._wait(exchange, request._replace(start=scan.decided, scanned_bytes=scanned_bytes))
         else:
-            self.answer_idle(exchange, request, sieve.decided)
+            self.respond_empty(exchange, request, scan.decided)
 
     # -- pages -----------------------------------------------------------------------------------------
 
-    def _answer_now(self, exchange: Exchange, request: ReadRequest) -> None:
+    def _respond_at_tail(self, exchange: Exchange, request: ReadRequest) -> None:
         stream = request.stream
         tail = stream.offset(stream.visible)
         head = self._type(request) + responses.next_offset_header(tail) + responses.end_offset_header(tail)
@@ -371,7 +375,7 @@ class ReadRoutes:
             head += responses.CLOSED
         exchange.respond(200, head, b"[]" if request.fmt == "json" else b"")
 
-    def _answer_page(
+    def _respond_page(
         self,
         exchange: Exchange,
         request: ReadRequest,
@@ -380,10 +384,10 @@ class ReadRoutes:
         more: bytes = b"",
         body: ReadPart | None = None,
     ) -> None:
-        """Answers with a page. The mark stands for what else its bytes depend on; `more` are header lines."""
+        """Respond with a page. `mark`: what else the bytes depend on (for the ETag); `more`: header lines."""
         stream = request.stream
         if request.mode and not page.count and not more:
-            # Nothing has the key so far: what was looked at is passed over, and the wait begins behind it.
+            # No entry has the key so far: wait behind the entries that were read.
             self._wait(exchange, request._replace(start=page.next_entry))
             return
         following = stream.offset(page.next_entry)
@@ -421,8 +425,8 @@ class ReadRoutes:
             head += self._max_age(stream, YEAR_S, True)
         if not request.at_now:
             head += b"ETag: %b\r\n" % tag.encode()
-        wanted = None if request.mode else exchange.headers.get(b"if-none-match")
-        if wanted is not None and if_none_match(wanted.decode("latin-1"), tag):
+        known_tags = None if request.mode else exchange.headers.get(b"if-none-match")
+        if known_tags is not None and if_none_match(known_tags.decode("latin-1"), tag):
             exchange.respond(304, head)
             return
         if (served := self._log.reader.served) is not None and page.count:
@@ -438,7 +442,7 @@ class ReadRoutes:
         return responses.content_type_header(request.stream)
 
     def _max_age(self, stream: Stream, seconds: int, immutable: bool) -> bytes:
-        """Cacheable, but never beyond the stream's own end."""
+        """Cache-Control, never beyond the expiry or retention of the stream."""
         deadline_ns = stream.deadline_ns()
         if deadline_ns is not None:
             immutable = False
@@ -449,8 +453,8 @@ class ReadRoutes:
         if seconds < 1:
             return responses.NO_STORE
         suffix = b", immutable" if immutable else b""
-        everybody = self._public is None or stream.name.startswith(self._public)
-        kind = b"public" if everybody else b"private"
+        is_public = self._public is None or stream.name.startswith(self._public)
+        kind = b"public" if is_public else b"private"
         return b"Cache-Control: %b, max-age=%d%b\r\n" % (kind, seconds, suffix)
 
     # -- long-poll -------------------------------------------------------------------------------------
@@ -458,7 +462,7 @@ class ReadRoutes:
     def _wait(self, exchange: Exchange, request: ReadRequest) -> None:
         stream = request.stream
         if request.start < stream.visible and not stream.removed:
-            self.answer(exchange, request)
+            self.respond(exchange, request)
             return
         waited_ms = int((self._context.loop.time() - exchange.started) * 1000)
         try:
@@ -467,19 +471,19 @@ class ReadRoutes:
             responses.respond_error(exchange, refusal)
 
     def end_waits(self) -> None:
-        """Shutdown: whoever waits is answered as if the time were up, and comes back to another server."""
+        """Shutdown: respond to waiting long-polls as after a timeout, and their clients reconnect."""
         for poll in self._waiting():
-            poll.end()
+            poll.close()
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Answers those who wait and have lost their right, and counts them."""
-        lost = [poll for poll in self._waiting() if not stands(poll.identity)]
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """End long-polls whose credentials are no longer valid, and return how many."""
+        lost = [poll for poll in self._waiting() if not is_valid(poll.identity)]
         for poll in lost:
             poll.refuse(invalid_token_error("the token was revoked"))
         return len(lost)
 
     def recheck_hub(self) -> None:
-        """The same for those who wait at a stream of the hub that its rules let them read no more."""
+        """The hub's rules changed: end long-polls that may no longer read their hub stream."""
         for poll in self._waiting():
             if is_hub_stream(poll.stream.name):
                 try:
@@ -495,7 +499,7 @@ class ReadRoutes:
             if isinstance(reader, LongPoll)
         ]
 
-    def answer_idle(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
+    def respond_empty(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
         stream = request.stream
         offset = stream.offset(position)
         head = responses.next_offset_header(offset) + responses.end_offset_header(
@@ -514,7 +518,7 @@ class ReadRoutes:
             head += wait_limit_lines(parse_query(exchange.query), self._limits.long_poll_max_ms)
         exchange.respond(204, head)
 
-    def note_wait(self, exchange: Exchange) -> None:
+    def record_wait(self, exchange: Exchange) -> None:
         if self._context.settings.server_timing:
             responses.add_phase(exchange, "wait", time.monotonic() - exchange.started)
 
@@ -523,39 +527,39 @@ class ReadRoutes:
         stream.live += 1
 
     def live_ended(self, stream: Stream) -> None:
-        self._live.dismiss("long-poll", stream)
+        self._live.release("long-poll", stream)
         stream.live -= 1
         self._log.touch(stream)
 
-    def later(self, wait_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+    def call_later(self, wait_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         return self._context.loop.call_later(wait_ms / 1000, callback)
 
     def next_match(self, request: ReadRequest, position: int) -> Page | MissingBlock | None:
-        """What a waiting reader waits for, or a page of nothing; None if that cannot be said at once."""
+        """The next entry that a long-poll waits for, or an empty page; None if it cannot be read at once."""
         if request.filter_text:
             return self._next_filtered(request, position)
         return self._log.reader.try_read(request.stream, position, 1, 1, request.key.encode() or None)
 
     def _next_filtered(self, request: ReadRequest, position: int) -> Page | None:
         try:
-            sieve = self.filtered.begin(request.stream, request.filter_text, position, request.scanned_bytes)
+            scan = self.filtered.begin(request.stream, request.filter_text, position, request.scanned_bytes)
         except TailraceError:
-            return None  # the registry changed, and the filter with it
-        done = self.filtered.try_scan(request.stream, sieve, request.key.encode() or None)
-        if not done or sieve.scan_limit_reached:
+            return None  # the registry changed, so the filter may be invalid now
+        done = self.filtered.try_scan(request.stream, scan, request.key.encode() or None)
+        if not done or scan.scan_limit_reached:
             return None
-        return Page(sieve.parts, sieve.decided, sieve.count)
+        return Page(scan.parts, scan.decided, scan.count)
 
 
 def _parse_since_ns(text: str) -> int:
     since_ns = timestamps.parse_timestamp_ns(text)
     if since_ns is None:
-        raise TailraceError("invalid_request", "since is neither RFC 3339 nor Unix nanoseconds")
+        raise TailraceError("invalid_request", "since must be an RFC 3339 timestamp or Unix nanoseconds")
     return since_ns
 
 
 def page_buffers(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPart]:
-    """The page as buffers to be written, not joined: large blocks are never copied."""
+    """The page as buffers that are written without joining: large blocks are not copied."""
     if not is_json:
         return parts
     body: list[ReadPart] = []

@@ -1,7 +1,7 @@
-"""Sees requests come and go: for traces, for the log of all requests, for ids on every answer.
+"""Observes requests for traces, for the log of all requests, and for request ids on every response.
 
-It stands before the application only where one of these is asked for. Without them requests do not pass here,
-so that none of it costs an append anything.
+`RequestObserver` wraps the application only where one of these is configured, so that appends cost nothing
+without.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tailrace.server.tracing import Span, Tracer
 logger = logging.getLogger("tailrace.requests")
 
 STREAM_PREFIX = "/v1/stream/"
-# The first segments of other routes; what comes behind them is named by clients and tells routes not apart.
+# The first segments of other routes; segments after the second are names chosen by clients.
 _AREAS = ("v1", "hub", "realtime", "replication")
 _PAGES = ("", "metrics", "healthz", "readyz", "health", "openapi.json")
 
@@ -35,7 +35,7 @@ def observes_requests(settings: Settings) -> bool:
 
 
 class RequestObserver:
-    """Passes everything on to the application behind it."""
+    """Forwards requests to the application, and records their responses."""
 
     def __init__(
         self, app: TailraceApp, settings: Settings, tracer: Tracer | None, committer: Committer
@@ -46,17 +46,17 @@ class RequestObserver:
         self._logs_all = settings.log_requests == "all"
         self._names_all = settings.request_ids
         self._proxies = load_trusted_proxies(settings.trusted_proxies)
-        self._sync = (0.0, 0)  # seconds and records of the last one
+        self._sync = (0.0, 0)  # seconds and records of the last sync
         self.fixed_headers = app.fixed_headers
 
-    # -- what net asks for -----------------------------------------------------------------------------
+    # -- called by the HTTP server ---------------------------------------------------------------------
 
     def handle(self, exchange: Exchange) -> None:
         self._observe(exchange, self._app.handle)
 
     def handler_for(self, exchange: Exchange) -> RequestHandler:
-        short_way = self._app.handler_for(exchange)
-        return lambda again: self._observe(again, short_way)
+        handle = self._app.handler_for(exchange)
+        return lambda again: self._observe(again, handle)
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         return self._app.refuse(exchange, error)
@@ -64,13 +64,13 @@ class RequestObserver:
     def common_headers(self, exchange: Exchange | None) -> bytes:
         return self._app.common_headers(exchange)
 
-    # -- what the committer tells ----------------------------------------------------------------------
+    # -- called by the committer -----------------------------------------------------------------------
 
     def synced(self, seconds: float, records: int) -> None:
-        """Right before the answers of a batch are given."""
+        """Called right before the responses of a batch are sent."""
         self._sync = (seconds, records)
 
-    # -- watching --------------------------------------------------------------------------------------
+    # -- observing -------------------------------------------------------------------------------------
 
     def _observe(self, exchange: Exchange, handle: RequestHandler) -> None:
         if self._names_all:
@@ -80,12 +80,12 @@ class RequestObserver:
             handle(exchange)
             return
         seen = _ObservedRequest(self, span)
-        exchange.observe_response(seen.answered)
+        exchange.watch_answer(seen.on_response)
         queued_bytes = self._committer.queued_bytes
         handle(exchange)
         seen.commits = self._committer.queued_bytes != queued_bytes
 
-    def answered(self, exchange: Exchange, status: int, span: Span | None, commits: bool) -> None:
+    def on_response(self, exchange: Exchange, status: int, span: Span | None, commits: bool) -> None:
         if self._logs_all:
             request_log.answered(exchange, status, time.monotonic() - exchange.started)
         tracer = self._tracer
@@ -107,12 +107,12 @@ class RequestObserver:
         if commits and status < 300:
             seconds, records = self._sync
             now_ns = tracer.now_ns()
-            tracer.past("commit", now_ns - int(seconds * 1e9), now_ns, {"tailrace.records": records}, span)
+            tracer.record("commit", now_ns - int(seconds * 1e9), now_ns, {"tailrace.records": records}, span)
         tracer.end(span)
 
 
 class _ObservedRequest:
-    """One request that is watched."""
+    """One request that is traced or logged."""
 
     __slots__ = ("_app", "_span", "commits")
 
@@ -121,15 +121,15 @@ class _ObservedRequest:
         self._span = span
         self.commits = False  # whether it waits for the journal
 
-    def answered(self, exchange: Exchange, status: int, _head: bytes) -> None:
+    def on_response(self, exchange: Exchange, status: int, _head: bytes) -> None:
         try:
-            self._app.answered(exchange, status, self._span, self.commits)
+            self._app.on_response(exchange, status, self._span, self.commits)
         except Exception:
-            logger.exception("a request could not be observed")  # it is answered all the same
+            logger.exception("cannot record a request")  # its response is sent all the same
 
 
 def route_label(path: str) -> str:
-    """The path without what clients name: few values, however many streams there are."""
+    """The path without names chosen by clients, so that there are few different labels."""
     if path.startswith(STREAM_PREFIX):
         last = path.rpartition("/")[2]
         return (

@@ -1,15 +1,7 @@
-"""GET /v1/server/_details and _mem, POST /v1/server/_seal: limits, queues, memory and sealing of the whole
-server.
+"""GET /v1/server/_details and _mem, POST /v1/server/_seal: limits, queues, memory and sealing of the server.
 
-The interpreter's own heap, as its allocator counts it.
-
-The memory of the server, by who holds it: all numbers are kept by their owners and only read here.
-
-The streams that use most, kept up to date a few at a time, however many streams there are.
-
-GET /v1/server/_details and /v1/server/_mem: limits, queues and memory of the whole server.
-
-POST /v1/server/_seal: everything, or one stream, goes to the object store now.
+All numbers are counted by their owners and only read here. The cost of a response does not depend on the
+number of streams: `TopStreams` updates its candidates a few at a time.
 """
 
 from __future__ import annotations
@@ -61,10 +53,10 @@ class HeapUsage(NamedTuple):
 
 
 def measure_heap() -> HeapUsage:
-    """Small objects only: the interpreter takes larger ones straight from the C library.
+    """The heap of small objects; the interpreter allocates larger ones from the C library.
 
-    The allocator only tells a file, so it is given one in memory. It walks its pools for it, about ten
-    milliseconds for each 400 MB.
+    The allocator only prints its statistics to a file, so it gets one in memory. It walks its pools for that,
+    about ten milliseconds for each 400 MB.
     """
     text = _read_allocator_stats()
     used, reserved = _USED.search(text), _RESERVED.search(text)
@@ -79,17 +71,17 @@ def _parse_grouped_int(text: str) -> int:
 
 def _read_allocator_stats() -> str:
     libc = ctypes.CDLL(None)
-    tell = getattr(ctypes.pythonapi, "_PyObject_DebugMallocStats", None)
-    opened = getattr(libc, "open_memstream", None)
-    if tell is None or opened is None:
+    print_stats = getattr(ctypes.pythonapi, "_PyObject_DebugMallocStats", None)
+    open_memstream = getattr(libc, "open_memstream", None)
+    if print_stats is None or open_memstream is None:
         return ""
-    opened.restype = ctypes.c_void_p
-    tell.argtypes = libc.fclose.argtypes = libc.free.argtypes = [ctypes.c_void_p]
+    open_memstream.restype = ctypes.c_void_p
+    print_stats.argtypes = libc.fclose.argtypes = libc.free.argtypes = [ctypes.c_void_p]
     text, size = ctypes.c_void_p(), ctypes.c_size_t()
-    file = opened(ctypes.byref(text), ctypes.byref(size))
+    file = open_memstream(ctypes.byref(text), ctypes.byref(size))
     if not file:
         return ""
-    tell(file)
+    print_stats(file)
     libc.fclose(file)
     try:
         return ctypes.string_at(text.value or 0, size.value).decode() if text.value else ""
@@ -101,7 +93,7 @@ ByteCounts = dict[str, int]
 
 
 class ServerParts(NamedTuple):
-    """The parts of a server that can tell something."""
+    """The parts of a server that are inspected."""
 
     context: Context
     live: LiveReaders
@@ -115,7 +107,7 @@ class ServerParts(NamedTuple):
 
     @property
     def readers(self) -> tuple[ObjectCache, ...]:
-        """Those who fetch from the object store for queries."""
+        """The caches that fetch from the object store for queries."""
         return self.cold.parts, self.companions.parts, self.companions.lexicons
 
 
@@ -132,7 +124,7 @@ def process_memory(node: ServerParts) -> ByteCounts:
 
 
 def arrow_bytes() -> int:
-    """Of Arrow's pool. It is not imported just to be asked."""
+    """Bytes in Arrow's memory pool, if Arrow is loaded."""
     arrow: Any = sys.modules.get("pyarrow")
     return 0 if arrow is None else int(arrow.total_allocated_bytes())
 
@@ -184,7 +176,7 @@ def memory_by_subsystem(node: ServerParts, sqlite_bytes: int) -> dict[str, ByteC
             "contract_bytes": node.live.contracts.bytes,
             "touch_journal_bytes": sum(size for size, _ in node.touch.journals()),
         },
-        # No cached file is mapped: caches are read. What is mapped are the program and its libraries.
+        # Caches are read, not mapped: mapped files are the program and its libraries.
         "mapped_files": {"resident_bytes": mapped_file_bytes()},
         "disk_caches": {
             "segment_cache_bytes": node.cold.parts.cached_bytes,
@@ -230,39 +222,39 @@ def memory_totals(groups: dict[str, ByteCounts]) -> ByteCounts:
 
 
 TOP_SHOWN = 10
-CANDIDATES_MAX = 64  # each of them may have to be looked up in the hot store when it is shown
-PER_TURN = 1000  # streams looked at in one turn
+CANDIDATES_MAX = 64  # each of them may have to be read from the hot store for a response
+STREAMS_PER_POLL = 1000
 
 TopStreamRow = dict[str, object]
 
 
 class TopStreams:
-    """`look` comes twice a second and passes over some of the streams in the present journal file."""
+    """The streams that use most. `poll`, called twice a second, checks some of the changed streams."""
 
     def __init__(self, log: Log, live: LiveReaders) -> None:
         self._log = log
         self._live = live
         self._pending: dict[int, int] = {}  # number to bytes, of the largest
         self._file = 0
-        self._looked_at = 0
+        self._polled = 0
         self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
         self.touch_journals: Callable[[], list[tuple[int, str]]] = list[tuple[int, str]]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         streams = self._log.streams
         touched = streams.touched.get(streams.file, ())
-        if streams.file != self._file or self._looked_at >= len(touched):
-            self._file, self._looked_at = streams.file, 0
-        for stream in touched[self._looked_at : self._looked_at + PER_TURN]:
+        if streams.file != self._file or self._polled >= len(touched):
+            self._file, self._polled = streams.file, 0
+        for stream in touched[self._polled : self._polled + STREAMS_PER_POLL]:
             if not stream.removed:
                 self._pending[stream.number] = unsealed_bytes(stream)
-        self._looked_at += PER_TURN
+        self._polled += STREAMS_PER_POLL
         if len(self._pending) > CANDIDATES_MAX:
             self._pending = dict(
                 nlargest(CANDIDATES_MAX // 2, self._pending.items(), key=lambda item: item[1])
             )
 
-    def shown(self) -> dict[str, list[TopStreamRow]]:
+    def to_json(self) -> dict[str, list[TopStreamRow]]:
         waiting = nlargest(TOP_SHOWN, self._live.by_stream.items(), key=lambda item: item[1])
         current = [stream for number in list(self._pending) if (stream := self._find(number)) is not None]
         pending = nlargest(TOP_SHOWN, [(unsealed_bytes(stream), stream.name) for stream in current])
@@ -282,7 +274,7 @@ class TopStreams:
         }
 
     def _find(self, number: int) -> Stream | None:
-        """As it is now; one that is not in memory is looked up without being brought back."""
+        """The current state of a stream, read from the hot store without loading it into memory."""
         streams = self._log.streams
         stream = streams.by_number.get(number)
         if stream is None and number not in streams.removed:
@@ -298,7 +290,7 @@ LIMIT_GROUPS = ("caches", "concurrency", "ingest", "search", "segmenting", "time
 
 
 class ServerRoutes:
-    """Nothing here depends on the number of streams."""
+    """Serves `/v1/server/_details` and `/v1/server/_mem`."""
 
     def __init__(self, node: ServerParts) -> None:
         self._node = node
@@ -307,8 +299,8 @@ class ServerRoutes:
         self.async_index: Callable[[], dict[str, int]] = dict[str, int]
         self.top.cached_bytes_of = lambda stream: sum(cached_bytes_by_artifact(node.readers, stream).values())
         self.top.touch_journals = node.touch.journals
-        node.memory.ticks.append(self.top.look)
-        node.memory.sheds.append(node.live.contracts.clear)
+        node.memory.on_tick.append(self.top.poll)
+        node.memory.evictors.append(node.live.contracts.clear)
         node.memory.bound_sqlite()
         allocator.limit_malloc_arenas()
         log = node.context.log
@@ -318,7 +310,7 @@ class ServerRoutes:
         node.memory.gauges["document_bytes"] = lambda: log.streams.document_bytes
         node.memory.gauges["streams_loaded"] = lambda: len(log.streams.by_number)
 
-    def answer(self, exchange: Exchange, identity: Identity, path: bytes) -> None:
+    def respond(self, exchange: Exchange, identity: Identity, path: bytes) -> None:
         authorise(identity, Action.INSPECT_SERVER)
         body = self._details() if path == DETAILS_PATH else self._mem()
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
@@ -333,7 +325,7 @@ class ServerRoutes:
                 "memory": self._memory(),
                 **self._queues(),
                 "concurrency": self._concurrency(),
-                "top_streams": self.top.shown(),
+                "top_streams": self.top.to_json(),
                 "pipeline": self.pipeline(),
             },
         }
@@ -440,12 +432,12 @@ class ServerRoutes:
             "runtime_counts": counts,
             "runtime_bytes": groups,
             "runtime_totals": totals,
-            "top_streams": self.top.shown(),
+            "top_streams": self.top.to_json(),
         }
 
 
 def configured_limits(node: ServerParts) -> dict[str, dict[str, object]]:
-    """Every limit, in one of the groups."""
+    """All limits by group."""
     groups: dict[str, dict[str, object]] = {name: {} for name in LIMIT_GROUPS}
     for setting in SETTINGS_TABLE.values():
         if setting.limit:
@@ -476,7 +468,7 @@ SEAL_PATH = b"/v1/server/_seal"
 
 
 class SealRoute:
-    """200 when it is done; 202 when it takes longer than a request may, so that the client asks again."""
+    """Seals everything, or one stream: 200 when it is done, 202 after the request timeout (then retry)."""
 
     def __init__(self, context: Context, sealing: SealingService) -> None:
         self._context = context
@@ -488,11 +480,11 @@ class SealRoute:
         authorise(identity, Action.SEAL, stream=name)
         if name is not None:
             self._context.log.readable(name)
-        task = self._context.loop.create_task(self._answer(exchange, name))
+        task = self._context.loop.create_task(self._respond(exchange, name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, exchange: Exchange, name: str | None) -> None:
+    async def _respond(self, exchange: Exchange, name: str | None) -> None:
         status, body = 200, {"sealed": True}
         try:
             async with asyncio.timeout(self._context.limits.request_ms / 1000):

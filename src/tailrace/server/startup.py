@@ -1,11 +1,8 @@
-"""Before the server serves: restore from the bucket (--bootstrap), and streams declared in a file.
+"""Before the server listens: restore from the bucket (`--bootstrap`), and create the streams declared in a
+file.
 
-`--bootstrap`: before there is a server, its data directory is filled from the object store.
-
-Streams that a file declares: made at start, before anybody is served.
-
-A stream that exists has to be as the file says. Nothing that exists is ever changed: a difference stops the
-start, and whoever meant it changes the stream or the file.
+A declared stream that exists already has to be as the file says. Existing streams are never changed: a
+difference stops the start, and the operator changes the stream or the file.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
 async def restore_from_bucket(
     settings: Settings, directory: DataDirectory, stop: asyncio.Event
 ) -> BootstrapReport | None:
-    """What was restored; None if nobody asked, or if the process is to stop before it is done."""
+    """What was restored; None without `--bootstrap`, or if the process was stopped before it was done."""
     if not settings.bootstrap:
         return None
     from tailrace.storage.bootstrap import bootstrap
@@ -77,7 +74,7 @@ _RETENTION_BYTES: Final = Setting(name="retention_bytes", kind="int", default=0,
 
 
 class DeclaredStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stream of the file. What is absent is left to the defaults, or to what the stream has."""
+    """One stream of the file. Absent fields get the defaults, or the values of an existing stream."""
 
     content_type: str | None = None
     ttl: str | int | None = None
@@ -97,16 +94,16 @@ class DeclaredStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _parse_window_s(self.ttl, "ttl"), None, _parse_window_s(self.retention, "retention"), bytes_max
         )
 
-    def wanted_profile(self) -> Profile:
+    def parsed_profile(self) -> Profile:
         if self.profile is None:
             return GENERIC
         return parse_profile({"kind": self.profile} if isinstance(self.profile, str) else self.profile)
 
     def registry_update(self, directory: Path) -> dict[str, object]:
-        """What a POST to `_schema` would say; empty if the file says nothing about it."""
+        """The body of an equivalent POST to `_schema`; empty if nothing of it is declared."""
         body: dict[str, object] = {}
         if self.schema is not None and self.schema_file is not None:
-            raise SettingsError("schema and schema_file exclude each other")
+            raise SettingsError("use either schema or schema_file, not both")
         if self.schema_file is not None:
             body["schema"] = msgspec.json.decode((directory / self.schema_file).read_bytes())
         elif self.schema is not None:
@@ -126,21 +123,21 @@ class _DeclaredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_declared_streams(file: Path) -> dict[str, DeclaredStream]:
-    """The streams of a file by name, or the reason why it cannot be used."""
+    """The streams of a file by name."""
     try:
         raw = file.read_bytes()
         if len(raw) > FILE_BYTES_MAX:
-            raise SettingsError(f"it is larger than {FILE_BYTES_MAX} bytes")
+            raise SettingsError(f"the file must have at most {FILE_BYTES_MAX} bytes")
         streams = msgspec.convert(tomllib.loads(raw.decode()), _DeclaredFile).streams
         if len(streams) > STREAMS_MAX:
-            raise SettingsError(f"it declares more than {STREAMS_MAX} streams")
-    except (OSError, ValueError) as error:  # what is wrong with TOML, UTF-8 or the shape is a ValueError
+            raise SettingsError(f"the file must declare at most {STREAMS_MAX} streams")
+    except (OSError, ValueError) as error:  # invalid TOML, UTF-8 and fields are ValueErrors
         raise TailraceError("invalid_request", f"{file}: {error}") from None
     return streams
 
 
 class DeclaredStreamInstaller:
-    """Makes the streams of one file, each as a request for it would."""
+    """Creates the streams of one file, each as a request would."""
 
     def __init__(self, context: Context, file: Path) -> None:
         self._log = context.log
@@ -149,9 +146,9 @@ class DeclaredStreamInstaller:
         self._file = file
 
     async def make(self) -> int:
-        """Returns how many there are once all of them are durable; raises at the first that cannot be.
+        """Create all streams; returns their number when they are durable, raises at the first error.
 
-        Streams of another process of the server are made there.
+        Streams of another worker are created there.
         """
         declared = load_declared_streams(self._file)
         streams = {name: declared[name] for name in declared if not self._log.is_elsewhere(name)}
@@ -165,17 +162,17 @@ class DeclaredStreamInstaller:
 
     async def _make(self, name: str, declared: DeclaredStream) -> None:
         check_creatable_name(name, self._name_bytes)
-        profile, update = declared.wanted_profile(), declared.registry_update(self._file.parent)
+        profile, update = declared.parsed_profile(), declared.registry_update(self._file.parent)
         content_type = declared.content_type
         if (profile is not GENERIC or update) and content_type is not None and not is_json(content_type):
-            raise SettingsError("a profile or a schema needs the content type application/json")
+            raise SettingsError("a profile or a schema requires the content type application/json")
         known = self._log.find(name)
         if known is None and update:
-            # What cannot be is found out before there is a stream that would have to be deleted again.
+            # Check it before the stream is created, which would have to be deleted otherwise.
             await self._loop.run_in_executor(
                 None, prepare_registry_update, Registry(name=name).to_json(), update, check_rollup_includes
             )
-        # That a stream was closed since is part of its life, no difference.
+        # A stream that was closed later does not differ from its declaration.
         closed = known is not None and known.closed
         request = CreateRequest(name, content_type, declared.lifetime(), closed)
         await await_commit(lambda reply: self._log.create(request, reply, None))
@@ -185,25 +182,25 @@ class DeclaredStreamInstaller:
         if update:
             await self._register(stream, update)
 
-    async def _install(self, stream: Stream, wanted: Profile) -> None:
+    async def _install(self, stream: Stream, profile: Profile) -> None:
         current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
-        if profile_document(current) == profile_document(wanted):
+        if profile_document(current) == profile_document(profile):
             return
         if current.kind != GENERIC.kind:
-            raise SettingsError(f"it has a profile already ({current.kind}), and another one than this")
-        changes = profile_changes(stream, wanted)
+            raise SettingsError(f"the stream exists with another profile ({current.kind})")
+        changes = profile_changes(stream, profile)
         await await_commit(lambda reply: self._log.describe_all(stream, changes, reply))
 
     async def _register(self, stream: Stream, update: dict[str, object]) -> None:
         before = registry_document(stream, stream.documents)
         registry = read_registry(before)
         if stream.content_type is not None and not stream.json:
-            raise SettingsError(f"a schema needs application/json, and it holds {stream.content_type}")
+            raise SettingsError(f"a schema requires application/json, the stream has {stream.content_type}")
         is_new = not registry.version and registry.routing_key is None
         if registry.version and "schema" in update:
             if not _json_equal(update.pop("schema"), registry.schemas[registry.version]):
                 raise SettingsError(
-                    "it has another schema; `tailrace schema evolve` leads to the next version"
+                    "the stream exists with another schema; use `tailrace schema evolve` for a new version"
                 )
             if not update:
                 return
@@ -214,7 +211,7 @@ class DeclaredStreamInstaller:
         if after == before:
             return
         if not is_new:
-            raise SettingsError("it has another routing key, or other searchable fields")
+            raise SettingsError("the stream exists with another routing key or other search fields")
         await await_commit(lambda reply: self._log.describe(stream, SCHEMA_DOCUMENT, after, reply))
 
 
@@ -223,5 +220,5 @@ def _parse_window_s(value: str | int | None, what: str) -> int | None:
 
 
 def _json_equal(one: object, other: object) -> bool:
-    """Equal as JSON, whatever the order of keys."""
+    """Equal as JSON; the order of keys does not matter."""
     return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")

@@ -1,12 +1,7 @@
-"""GET _details and _index_status: the documents, their ETags, and waiting for a change.
+"""GET `_details` and `_index_status` of a stream: the documents, their ETags, and waiting for a change.
 
-`_details`: everything the server can tell about one stream, put together from numbers it keeps anyway.
-
-Nothing here counts segments or looks at other streams, so that a console may ask as often as it likes.
-
-GET `_details` and `_index_status`: at once, only if something changed, or when it does.
-
-What the details of a stream tell about the object store and the tail index: asked of their users.
+Both are built from counters that exist anyway: nothing here counts segments or reads other streams, so that a
+console may poll often. With `live=long-poll` and `If-None-Match` a request waits until the document changes.
 """
 
 from __future__ import annotations
@@ -63,7 +58,7 @@ ObjectRequests = Mapping[str, Mapping[str, int]]  # counters by artifact
 NO_REQUESTS: ObjectRequests = {}
 CacheBytes = Mapping[str, int]  # bytes by artifact
 NO_CACHES: CacheBytes = {}
-# Where a cache on the local disk is shown, by what it holds.
+# The cache fields of `local_storage` by artifact.
 _CACHES = {
     "segment_cache_bytes": "segment",
     "routing_index_cache_bytes": "routing_index",
@@ -74,30 +69,30 @@ _CACHES = {
 
 
 class VolatileDetails(NamedTuple):
-    """What is no state of the stream itself: shown, and no reason for another ETag."""
+    """Values that are not state of the stream itself and do not change the ETag."""
 
     shared_bytes: int = 0  # of the hot store
     cached: CacheBytes = NO_CACHES
-    spooled_bytes: int = 0  # segments that are written and not yet uploaded
+    spooled_bytes: int = 0  # segments written but not yet uploaded
     requests: ObjectRequests = NO_REQUESTS
     tail: TailIndexStatus = TailIndexStatus()
 
 
 def stream_details(
-    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, around: VolatileDetails
+    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, volatile: VolatileDetails
 ) -> dict[str, object]:
     return {
         "stream": stream_summary(stream, documents.profile_kind, manifest),
         "profile": orjson.Fragment(documents.profile),
         "schema": orjson.Fragment(documents.schema),
-        "index_status": index_status(stream, documents, manifest, around.tail),
-        "storage": _storage_details(stream, documents, manifest, around),
-        "object_store_requests": _object_requests(around.requests),
+        "index_status": index_status(stream, documents, manifest, volatile.tail),
+        "storage": _storage_details(stream, documents, manifest, volatile),
+        "object_store_requests": _object_requests(volatile.requests),
     }
 
 
 def stream_summary(stream: Stream, profile: str, manifest: ManifestStatus) -> dict[str, object]:
-    """The stream itself. All numbers are of what is durable."""
+    """The `stream` object; all numbers are durable ones."""
     deadline_ns = stream.deadline_ns()
     pending_rows = str(max(0, stream.visible - stream.sealed))
     pending_bytes = str(unsealed_bytes(stream))
@@ -132,12 +127,12 @@ def stream_summary(stream: Stream, profile: str, manifest: ManifestStatus) -> di
 
 
 def unsealed_bytes(stream: Stream) -> int:
-    """Payload that is in the journal, in memory or in the hot store only."""
+    """Payload bytes that are not in the object store yet."""
     return max(0, stream.size_bytes - stream.sealed_bytes)
 
 
 def _storage_details(
-    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, around: VolatileDetails
+    stream: Stream, documents: StreamDocuments, manifest: ManifestStatus, volatile: VolatileDetails
 ) -> dict[str, object]:
     waiting = unsealed_bytes(stream)
     segment_bytes = stream.cold.segment_bytes
@@ -160,12 +155,12 @@ def _storage_details(
             "bundled_companion_object_count": sum(counts[family] for family in BUNDLED_FAMILIES),
         },
         "local_storage": {
-            "total_bytes": str(waiting + sum(around.cached.values()) + around.spooled_bytes),
+            "total_bytes": str(waiting + sum(volatile.cached.values()) + volatile.spooled_bytes),
             "wal_retained_bytes": str(waiting),
             "pending_tail_bytes": str(waiting),
-            "pending_sealed_segment_bytes": str(around.spooled_bytes),
-            **{name: str(around.cached.get(artifact, 0)) for name, artifact in _CACHES.items()},
-            "sqlite_shared_total_bytes": str(around.shared_bytes),
+            "pending_sealed_segment_bytes": str(volatile.spooled_bytes),
+            **{name: str(volatile.cached.get(artifact, 0)) for name, artifact in _CACHES.items()},
+            "sqlite_shared_total_bytes": str(volatile.shared_bytes),
         },
         "companion_families": {
             f"{family}_bytes": str(sizes[family]) for family in (*BUNDLED_FAMILIES, "exact")
@@ -185,14 +180,14 @@ def _object_requests(found: ObjectRequests) -> dict[str, object]:
 
 
 def details_etag(kind: str, stream: Stream, documents: StreamDocuments, manifest: ManifestStatus) -> str:
-    """A weak tag over the state of this stream: caches, requests and ages have no part in it."""
-    around = VolatileDetails()
+    """A weak ETag of the state of the stream, without caches, request counts and ages."""
+    volatile = VolatileDetails()
     manifest = manifest._replace(indexed=manifest.indexed._replace(now_ns=0))
     if kind == "details":
-        shown = stream_details(stream, documents, manifest, around)
+        shown = stream_details(stream, documents, manifest, volatile)
     else:
-        shown = index_status(stream, documents, manifest, around.tail)
-    # The number and the incarnation: a name that is used again is another stream, however alike.
+        shown = index_status(stream, documents, manifest, volatile.tail)
+    # With number and incarnation: a stream created again under the same name is another one.
     state = orjson.dumps([stream.number, stream.incarnation, shown])
     return f'W/"{kind}:{xxhash.xxh3_128_hexdigest(state)}"'
 
@@ -204,7 +199,7 @@ DetailsKind = Literal["details", "index_status"]
 
 
 class DetailsRoutes:
-    """Both endpoints have one contract. An answer is of one moment: it is put together at once."""
+    """Serves both documents. Each response is a consistent snapshot."""
 
     def __init__(self, context: Context, live: LiveReaders) -> None:
         self._context = context
@@ -216,17 +211,17 @@ class DetailsRoutes:
         self.is_in_conflict: Callable[[Stream], bool] = lambda _: False
         self.tail_of: Callable[[Stream], TailIndexStatus] = lambda _: TailIndexStatus()
         self.indexed_of: Callable[[Stream], IndexSnapshot | None] = lambda _: IndexSnapshot()
-        self.load_index: Callable[[Stream], Awaitable[None]] = _nothing_to_load
+        self.load_index: Callable[[Stream], Awaitable[None]] = _no_index
         self._tasks: set[asyncio.Task[None]] = set()
         self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
 
     def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        self._answer(exchange, identity, method, name, "details")
+        self._serve(exchange, identity, method, name, "details")
 
     def index_status(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        self._answer(exchange, identity, method, name, "index_status")
+        self._serve(exchange, identity, method, name, "index_status")
 
-    def _answer(
+    def _serve(
         self, exchange: Exchange, identity: Identity, method: bytes, name: str, kind: DetailsKind
     ) -> None:
         if method not in (b"GET", b"HEAD"):
@@ -237,15 +232,15 @@ class DetailsRoutes:
         live = query.get("live", "")
         if live not in ("", "false", "0", "true", "1", "long-poll"):
             raise TailraceError("invalid_request", "live must be true or long-poll")
-        waits_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
+        timeout_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
         if self.indexed_of(stream) is None:
             task = self._context.loop.create_task(
-                self._load(exchange, identity, stream, kind, live, waits_ms)
+                self._load(exchange, identity, stream, kind, live, timeout_ms)
             )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._answer_known(exchange, identity, stream, kind, live, waits_ms)
+            self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
 
     async def _load(
         self,
@@ -254,90 +249,90 @@ class DetailsRoutes:
         stream: Stream,
         kind: DetailsKind,
         live: str,
-        waits_ms: int,
+        timeout_ms: int,
     ) -> None:
-        """How far its indexes are has not been looked at lately."""
+        """Load the indexing progress first."""
         try:
             await self.load_index(stream)
             self._log.readable(stream.name)
-            self._answer_known(exchange, identity, stream, kind, live, waits_ms)
+            self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
 
-    def _answer_known(
+    def _serve_loaded(
         self,
         exchange: Exchange,
         identity: Identity,
         stream: Stream,
         kind: DetailsKind,
         live: str,
-        waits_ms: int,
+        timeout_ms: int,
     ) -> None:
         known = exchange.headers.get(b"if-none-match", b"").decode("latin-1")
         tag = self.tag(stream, kind)
         if not known or not if_none_match(known, tag):
-            self.show(exchange, stream, kind)
-        elif live in ("", "false", "0") or not waits_ms:
-            self.unchanged(exchange, tag)
+            self.respond(exchange, stream, kind)
+        elif live in ("", "false", "0") or not timeout_ms:
+            self.respond_unchanged(exchange, tag)
         else:
             self._live.admit("long-poll", stream)
             wait = DetailsWait(self, exchange, identity, stream, kind, tag)
             self._waits.add(wait)
-            wait.begin(self._context.loop.call_later(waits_ms / 1000, wait.end))
+            wait.begin(self._context.loop.call_later(timeout_ms / 1000, wait.close))
 
-    # -- what a wait needs -------------------------------------------------------------------------------
+    # -- used by waits -----------------------------------------------------------------------------------
 
     def tag(self, stream: Stream, kind: DetailsKind) -> str:
         return details_etag(kind, stream, read_documents(stream), self._manifest(stream))
 
-    def show(self, exchange: Exchange, stream: Stream, kind: DetailsKind) -> None:
+    def respond(self, exchange: Exchange, stream: Stream, kind: DetailsKind) -> None:
         documents, manifest = read_documents(stream), self._manifest(stream)
         tag = details_etag(kind, stream, documents, manifest)
         head = responses.JSON_TYPE + responses.NO_STORE + _etag_header(tag)
         exchange.respond(200, head, orjson.dumps(self._body(stream, kind, documents, manifest)))
 
-    def unchanged(self, exchange: Exchange, tag: str, more: bytes = b"") -> None:
+    def respond_unchanged(self, exchange: Exchange, tag: str, more: bytes = b"") -> None:
         exchange.respond(304, responses.NO_STORE + _etag_header(tag) + more)
 
-    def waited(self, exchange: Exchange, tag: str) -> None:
-        """Nothing changed while the client waited."""
+    def respond_timeout(self, exchange: Exchange, tag: str) -> None:
+        """Nothing changed until the timeout."""
         limit = wait_limit_lines(parse_query(exchange.query), self._context.limits.details_max_wait_ms)
-        self.unchanged(exchange, tag, limit)
+        self.respond_unchanged(exchange, tag, limit)
 
-    def ended(self, wait: DetailsWait, stream: Stream) -> None:
+    def forget(self, wait: DetailsWait, stream: Stream) -> None:
         self._waits.discard(wait)
-        self._live.dismiss("long-poll", stream)
+        self._live.release("long-poll", stream)
 
     def end_waits(self) -> None:
-        """Shutdown: whoever waits is answered as if the time were up."""
+        """Shutdown: respond to waiting requests as after a timeout."""
         for wait in tuple(self._waits):
-            wait.end()
+            wait.close()
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Answers those who wait and have lost their right, and counts them."""
-        lost = [wait for wait in self._waits if not stands(wait.identity)]
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """End waits whose credentials are no longer valid, and return how many."""
+        lost = [wait for wait in self._waits if not is_valid(wait.identity)]
         for wait in lost:
             wait.refuse(invalid_token_error("the token was revoked"))
         return len(lost)
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------------
 
     def _body(
         self, stream: Stream, kind: DetailsKind, documents: StreamDocuments, manifest: ManifestStatus
     ) -> dict[str, object]:
         if kind == "index_status":
             return index_status(stream, documents, manifest, self.tail_of(stream))
-        around = VolatileDetails(
+        volatile = VolatileDetails(
             hot_store_bytes(self._log.directory),
             self.cached_of(stream),
             spooled_bytes(self._log.directory, stream.number),
             self.requests_of(stream),
             self.tail_of(stream),
         )
-        return stream_details(stream, documents, manifest, around)
+        return stream_details(stream, documents, manifest, volatile)
 
     def _manifest(self, stream: Stream) -> ManifestStatus:
-        """One that was recorded while the stream was not in memory is in the hot store."""
+        """The manifest; its generation may have been recorded while the stream was not in memory."""
         cold = stream.cold
         generation = max(cold.generation, self._log.store.db.cold.generation(stream.number))
         head = self.head_of(stream)
@@ -350,7 +345,7 @@ class DetailsRoutes:
 
 
 class DetailsWait:
-    """Somebody who waits for a change: a place in the stream's list and one timer."""
+    """A request that waits in `stream.readers` for a change, with a timeout."""
 
     __slots__ = ("_exchange", "_kind", "_routes", "_stream", "_tag", "_timer", "identity")
 
@@ -382,11 +377,11 @@ class DetailsWait:
             self.refuse(responses.stream_deleted(stream))
         elif self._routes.tag(stream, self._kind) != self._tag:
             self._leave()
-            self._routes.show(self._exchange, stream, self._kind)
+            self._routes.respond(self._exchange, stream, self._kind)
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._leave()
-        self._routes.waited(self._exchange, self._tag)
+        self._routes.respond_timeout(self._exchange, self._tag)
 
     def refuse(self, error: TailraceError) -> None:
         self._leave()
@@ -399,11 +394,11 @@ class DetailsWait:
         self._timer = None
         readers = self._stream.readers or ()
         self._stream.readers = [other for other in readers if other is not self] or None
-        self._routes.ended(self, self._stream)
+        self._routes.forget(self, self._stream)
 
 
-async def _nothing_to_load(_: Stream) -> None:
-    """Where nobody keeps book of indexes."""
+async def _no_index(_: Stream) -> None:
+    """The default `load_index`: there is no pipeline."""
 
 
 def _etag_header(tag: str) -> bytes:
@@ -411,18 +406,18 @@ def _etag_header(tag: str) -> bytes:
 
 
 def spooled_bytes(directory: Path, number: int) -> int:
-    """Segments of a stream on their way to the object store. There are never more than a few in all."""
+    """Bytes of segments that wait for their upload; the spool never has more than a few files."""
     total = 0
     for path in (directory / "spool").glob(f"{number}-*"):
         try:
             total += path.stat().st_size
         except FileNotFoundError:
-            pass  # it arrived
+            pass  # uploaded
     return total
 
 
 def hot_store_bytes(directory: Path) -> int:
-    """Size of the hot store, which all streams share."""
+    """Size of the hot store, which is shared by all streams."""
     total = 0
     for suffix in ("", "-wal", "-shm"):
         try:
@@ -435,7 +430,7 @@ def hot_store_bytes(directory: Path) -> int:
 def connect_details(
     routes: DetailsRoutes, sealing: SealingService, readers: Sequence[ObjectCache], tail: TailIndex
 ) -> None:
-    """`readers` fetch what was sealed and what was built from it."""
+    """Connect the sources of the documents; `readers` are the caches of segments and index files."""
 
     def requests_of(stream: Stream) -> dict[str, Counter[str]]:
         folder = make_stream_id(stream.name, stream.incarnation)
@@ -462,7 +457,7 @@ def connect_details(
 
 
 def cached_bytes_by_artifact(readers: Sequence[ObjectCache], stream: Stream) -> dict[str, int]:
-    """What the caches on disk hold of a stream, by artifact."""
+    """Bytes of a stream in the caches on disk, by artifact."""
     folder = make_stream_id(stream.name, stream.incarnation)
     caches = [parts.cache for parts in readers if parts.cache is not None]
     return {artifact: sum(cache.bytes_of(folder, artifact) for cache in caches) for artifact in ARTIFACTS}

@@ -1,17 +1,12 @@
-"""PUT, POST, HEAD and DELETE on a stream: create, append (with its fast path and its wait queue), describe,
-delete.
+"""PUT, POST, HEAD and DELETE on a stream: create, append, describe, delete.
 
-Appends that the log has no room for yet: they wait, in order, for as long as `append_wait_ms`.
+Most appends repeat the head of an earlier request on the same connection and have no special headers. For
+these `FastAppendHandler` computes what depends on the head only once, and checks the state of the stream each
+time.
 
-A queue and not a refusal: clients that retry send their bodies again, in any order. The body is held once, as
-it was received; it is cut and checked when there is room for it.
-
-Appends that are a body and nothing else, sent again and again with the same head.
-
-Nearly every append is one. What is the same for all that share a head (the stream's name, the content type,
-that nothing special is asked) is worked out once; what may change between two of them is looked at each time.
-
-PUT, POST, HEAD and DELETE on a stream.
+An append that the log has no room for waits in `WaitingAppends`, in order, for at most `append_wait_ms`.
+Rejecting it would make clients send the body again, in any order. The body is held as received, and split and
+checked when there is room for it.
 """
 
 from __future__ import annotations
@@ -45,16 +40,16 @@ from tailrace.schema.registry import fork_registry, read_registry
 from tailrace.schema.routes import TOUCH_DOCUMENT
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
-# How often requests are looked for that have waited too long.
+# How often requests that have waited too long are expired.
 WAIT_CHECK_S = 0.1
-# Bodies that are let in during one turn of the loop: those of others are not to wait for many of them.
-TURN_BYTES = 4 * 1024 * 1024
+# Bytes admitted in one iteration of the event loop, so that other requests are not delayed.
+SLICE_BYTES = 4 * 1024 * 1024
 
 AppendHandler = Callable[[Exchange], None]
 
 
 class WaitingAppends:
-    """One queue for all streams: all of them wait for the same journal and the same memory."""
+    """One queue for all streams, as all wait for the same journal and the same memory."""
 
     def __init__(self, log: Log, loop: asyncio.AbstractEventLoop) -> None:
         self._log = log
@@ -62,70 +57,70 @@ class WaitingAppends:
         self._wait_s = log.limits.append_wait_ms / 1000
         self._queue: deque[tuple[float, Exchange, AppendHandler, LogBackpressureError]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._turn_scheduled = False
-        self._letting_in = False
-        self.bytes = 0  # of bodies that wait
-        self.waited = 0  # requests that have, or do
+        self._admission_scheduled = False
+        self._admitting = False
+        self.bytes = 0  # of the queued bodies
+        self.waited = 0  # requests queued so far
 
     @property
     def count(self) -> int:
         return len(self._queue)
 
     @property
-    def holds_back(self) -> bool:
-        """Whether a request that has just come has others before it."""
-        return bool(self._queue) and not self._letting_in
+    def must_queue(self) -> bool:
+        """Whether a new request has to queue behind others."""
+        return bool(self._queue) and not self._admitting
 
-    def add(self, exchange: Exchange, handle: AppendHandler, lack: LogBackpressureError) -> None:
-        """Has `handle` called when there is room, or raises `lack` if this one cannot wait."""
+    def add(self, exchange: Exchange, handle: AppendHandler, shortage: LogBackpressureError) -> None:
+        """Call `handle` when there is room; raise `shortage` if the request cannot wait."""
         if not self._wait_s or not exchange.hold_body():
-            raise lack
+            raise shortage
         self.waited += 1
         self.bytes += len(exchange.body)
-        self._queue.append((self._loop.time() + self._wait_s, exchange, handle, lack))
-        self._log.on_room = self._schedule_turn
+        self._queue.append((self._loop.time() + self._wait_s, exchange, handle, shortage))
+        self._log.on_room = self._schedule_admission
         if self._timer is None:
             self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
-        self._schedule_turn()
+        self._schedule_admission()
 
-    def _schedule_turn(self) -> None:
-        if not self._turn_scheduled:
-            self._turn_scheduled = True
-            self._loop.call_soon(self._turn)
+    def _schedule_admission(self) -> None:
+        if not self._admission_scheduled:
+            self._admission_scheduled = True
+            self._loop.call_soon(self._admit_queued)
 
-    def _turn(self) -> None:
-        """Lets in what there is room for, from the front."""
-        self._turn_scheduled = False
-        left_bytes = TURN_BYTES
+    def _admit_queued(self) -> None:
+        """Admit requests from the front of the queue while there is room."""
+        self._admission_scheduled = False
+        left_bytes = SLICE_BYTES
         while self._queue and left_bytes > 0:
-            deadline, exchange, handle, lack = self._queue[0]
+            deadline, exchange, handle, shortage = self._queue[0]
             size = len(exchange.body)
-            if not exchange.answered and not self._log.has_room(lack.stream, size):
+            if not exchange.answered and not self._log.has_room(shortage.stream, size):
                 return
             self._remove_first()
             left_bytes -= size
-            again = self._let_in(exchange, handle)
+            again = self._admit(exchange, handle)
             if again is not None:
                 self._put_back(deadline, exchange, handle, again)
                 return
         if self._queue:
-            self._schedule_turn()
+            self._schedule_admission()
 
-    def _let_in(self, exchange: Exchange, handle: AppendHandler) -> LogBackpressureError | None:
-        """The answer is what there is still no room in: the stream, which is not known before."""
+    def _admit(self, exchange: Exchange, handle: AppendHandler) -> LogBackpressureError | None:
+        """Handle a request; the result says that its stream has no room, which only the handler knows."""
         found: list[LogBackpressureError] = []
 
         def attempt(exchange: Exchange) -> None:
             try:
                 handle(exchange)
-            except LogBackpressureError as lack:
-                found.append(lack)
+            except LogBackpressureError as shortage:
+                found.append(shortage)
 
-        self._letting_in = True
+        self._admitting = True
         try:
             exchange.run(attempt)
         finally:
-            self._letting_in = False
+            self._admitting = False
         return found[0] if found else None
 
     def _remove_first(self) -> Exchange:
@@ -137,29 +132,29 @@ class WaitingAppends:
         return exchange
 
     def _put_back(
-        self, deadline: float, exchange: Exchange, handle: AppendHandler, lack: LogBackpressureError
+        self, deadline: float, exchange: Exchange, handle: AppendHandler, shortage: LogBackpressureError
     ) -> None:
         if not exchange.hold_body():
-            responses.respond_error(exchange, lack)
+            responses.respond_error(exchange, shortage)
             return
         self.bytes += len(exchange.body)
-        self._queue.appendleft((deadline, exchange, handle, lack))
-        self._log.on_room = self._schedule_turn
+        self._queue.appendleft((deadline, exchange, handle, shortage))
+        self._log.on_room = self._schedule_admission
 
     def _expire(self) -> None:
-        """All wait for the same time, so the first is the first that has waited too long."""
+        """All requests wait equally long, so the first in the queue expires first."""
         self._timer = None
         now = self._loop.time()
         while self._queue and self._queue[0][0] <= now:
-            lack: TailraceError = self._queue[0][3]
-            responses.respond_error(self._remove_first(), lack)
+            shortage: TailraceError = self._queue[0][3]
+            responses.respond_error(self._remove_first(), shortage)
         if self._queue:
             self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
-            self._schedule_turn()
+            self._schedule_admission()
 
 
 class FastAppendHandler:
-    """Handles the appends of one head; whatever is not as usual goes the general way."""
+    """Handles appends that repeat one head; anything unusual takes the general path."""
 
     __slots__ = (
         "_content_type",
@@ -200,7 +195,7 @@ class FastAppendHandler:
                 or stream.lifetime is not NO_LIFETIME
                 or stream.content_type != self._content_type
                 or stream.documents is not None
-                or log.on_room is not None  # others wait for room
+                or log.on_room is not None  # other appends wait for room
             ):
                 self._general(exchange)
                 return
@@ -215,8 +210,8 @@ class FastAppendHandler:
                 log.append_plain(stream, joined, lengths, _acknowledge_fast_append, exchange)
             else:
                 self._general(exchange)
-        except LogBackpressureError as lack:
-            self._waiting.add(exchange, self._general, lack)
+        except LogBackpressureError as shortage:
+            self._waiting.add(exchange, self._general, shortage)
 
 
 def _acknowledge_fast_append(transaction: Transaction, error: TailraceError | None) -> None:
@@ -227,11 +222,11 @@ def _acknowledge_fast_append(transaction: Transaction, error: TailraceError | No
     if error is not None:
         responses.respond_error(exchange, error)
         return
-    # What was just written is in the stream's present epoch.
+    # What was just written is in the current epoch.
     exchange.acknowledge(next_offset_line(stream.epochs[-1][0], op.first + op.count - 1))
 
 
-# An append with none of these is nothing but a body: most are.
+# Most appends have none of these headers, and their request is the body alone.
 SLOW_PATH_HEADERS = frozenset(
     (
         b"stream-closed",
@@ -248,40 +243,42 @@ SLOW_PATH_HEADERS = frozenset(
 
 
 class StreamRoutes:
-    """What changes a stream, and its metadata."""
+    """Creates, appends to, describes and deletes streams."""
 
     def __init__(self, context: Context, guard: AppendValidator, waiting: WaitingAppends) -> None:
         self._context = context
         self._waiting = waiting
-        self._guard = guard
+        self._validator = guard
         self._log = context.log
         self._limits = context.limits
         self._tasks: set[asyncio.Task[None]] = set()
-        self._answer_append = self._answer_timed if context.settings.server_timing else respond_append
+        self._respond_append = (
+            self._respond_append_timed if context.settings.server_timing else respond_append
+        )
 
     # -- POST ------------------------------------------------------------------------------------------
 
     def append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         try:
             self._append(exchange, identity, name)
-        except LogBackpressureError as lack:
-            self._waiting.add(exchange, lambda again: self._append(again, identity, name), lack)
+        except LogBackpressureError as shortage:
+            self._waiting.add(exchange, lambda again: self._append(again, identity, name), shortage)
 
     def _append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.WRITE_STREAM, stream=name)
-        if self._waiting.holds_back:
-            raise LogBackpressureError("other appends wait for room")
+        if self._waiting.must_queue:
+            raise LogBackpressureError("other appends are waiting for room")
         log = self._log
         stream = log.streams.by_name.get(name)
         if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
             stream = log.existing(name)
         request = self._append_request(exchange, stream)
         if stream.documents is not None:
-            request.check = self._guard.check
-        log.append(stream, request, self._answer_append, exchange)
+            request.check = self._validator.check
+        log.append(stream, request, self._respond_append, exchange)
 
     def handler_for(self, exchange: Exchange, name: str) -> Callable[[Exchange], None] | None:
-        """The short way for appends that repeat this head, if there is one."""
+        """The fast path for appends that repeat this head, or None."""
         if exchange.repeated is not None or not SLOW_PATH_HEADERS.isdisjoint(exchange.headers):
             return None
         try:
@@ -297,8 +294,8 @@ class StreamRoutes:
 
         return FastAppendHandler(self._log, name, content_type, general, self._waiting)
 
-    def _answer_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
-        """As `answer_append`; the time from decision to durability is the commit's."""
+    def _respond_append_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
+        """As `respond_append`, with the commit time in Server-Timing."""
         exchange = transaction.context
         assert type(exchange) is Exchange
         responses.add_phase(exchange, "commit", time.monotonic() - exchange.started)
@@ -309,9 +306,9 @@ class StreamRoutes:
         content_type = request_headers.request_content_type(exchange) if body else None
         if SLOW_PATH_HEADERS.isdisjoint(headers) and exchange.repeated is None:
             if not body:
-                raise TailraceError("empty_body", "there is nothing to append")
+                raise TailraceError("empty_body", "the body is empty")
             if content_type is None:
-                raise TailraceError("missing_content_type", "a body needs a Content-Type")
+                raise TailraceError("missing_content_type", "a request with a body must have a Content-Type")
             return self._with_body(body, content_type, stream)
         request_headers.check_single_headers(exchange)
         request_headers.check_content_encoding(exchange)
@@ -322,10 +319,10 @@ class StreamRoutes:
         closes = request_headers.is_closing(exchange)
         if not body:
             if not closes:
-                raise TailraceError("empty_body", "there is nothing to append")
+                raise TailraceError("empty_body", "the body is empty")
             request = AppendRequest(b"", None)
         elif content_type is None:
-            raise TailraceError("missing_content_type", "a body needs a Content-Type")
+            raise TailraceError("missing_content_type", "a request with a body must have a Content-Type")
         else:
             request = self._with_body(body, content_type, stream)
         request.closes = closes
@@ -336,7 +333,7 @@ class StreamRoutes:
         return request
 
     def _with_body(self, body: bytes, content_type: str, stream: Stream | None) -> AppendRequest:
-        """Cuts JSON where both sides speak it; bytes of another type are judged by the sequencer."""
+        """Split the body if both it and the stream are JSON; a content type mismatch is found by `decide`."""
         if is_json(content_type) and (stream is None or stream.json or stream.content_type is None):
             joined, lengths = json_split.split_to_block(
                 body, self._limits.json_depth, self._limits.append_entries
@@ -344,7 +341,7 @@ class StreamRoutes:
             if not lengths:
                 if stream is None:
                     return AppendRequest(b"", None)
-                raise TailraceError("empty_array", "an empty array appends nothing")
+                raise TailraceError("empty_array", "the array is empty, it must have at least one entry")
             return AppendRequest(joined, content_type, None if len(lengths) == 1 else lengths)
         return AppendRequest(body, content_type)
 
@@ -353,12 +350,12 @@ class StreamRoutes:
     def create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
         try:
             self._create(exchange, identity, raw_name)
-        except LogBackpressureError as lack:
-            self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), lack)
+        except LogBackpressureError as shortage:
+            self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), shortage)
 
     def _create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
         if raw_name is not None and is_system_name(raw_name) and self._log.find(raw_name) is not None:
-            # Whoever may not look at it is not told that it is there: to them the name is reserved.
+            # Clients that may not read it must not learn that it exists: for them the name is reserved.
             if is_allowed(identity, Action.READ_STREAM, stream=raw_name):
                 raise read_only_error()
         request_headers.check_single_headers(exchange)
@@ -392,9 +389,9 @@ class StreamRoutes:
             initial,
             None if fork.source is None else partial(self._inherit, name, initial),
         )
-        # Whether it is new decides the status; the answer waits until that is durable.
+        # The status says whether the stream is new; the response waits until that is durable.
         try:
-            self._log.create(request, self._answer_create, exchange)
+            self._log.create(request, self._respond_create, exchange)
         except NotLocalError as needed:
             task = self._context.loop.create_task(self._create_later(exchange, request, needed))
             self._tasks.add(task)
@@ -403,10 +400,10 @@ class StreamRoutes:
     def _inherit(
         self, name: str, initial: AppendRequest | None, source: Stream, entry: int
     ) -> dict[str, bytes]:
-        """What a fork has of its source's documents; its first entries have to pass them."""
+        """The documents that a fork inherits from its source; its first entries have to be valid for them."""
         documents = source.documents or {}
         if initial is not None:
-            keys = self._guard.normalise(initial, source)
+            keys = self._validator.judge(initial, source)
             initial.check = lambda _request, _stream: keys
         inherited: dict[str, bytes] = {}
         if SCHEMA_DOCUMENT in documents:
@@ -415,22 +412,22 @@ class StreamRoutes:
             ).to_json()
         if (
             PROFILE_DOCUMENT in documents and TOUCH_DOCUMENT not in documents
-        ):  # touches are about one stream and its entries
+        ):  # touch keys refer to entries of one stream, so a fork does not inherit them
             inherited[PROFILE_DOCUMENT] = documents[PROFILE_DOCUMENT]
         return inherited
 
     async def _create_later(
         self, exchange: Exchange, request: CreateRequest, needed: NotLocalError | None
     ) -> None:
-        """A fork at a place that is on the object store: what it needs is fetched, then all is as ever."""
-        at_hand: list[FetchedBlock] = []
+        """Fork at a position in the object store: fetch the blocks it needs, then create it as usual."""
+        fetched: list[FetchedBlock] = []
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
                 while needed is not None:
-                    at_hand.append(await self._log.reader.fetch_block(needed.missing))
+                    fetched.append(await self._log.reader.bring(needed.missing))
                     needed = None
                     try:
-                        self._log.create(request, self._answer_create, exchange, at_hand)
+                        self._log.create(request, self._respond_create, exchange, fetched)
                     except NotLocalError as more:
                         needed = more
         except TimeoutError:
@@ -438,7 +435,7 @@ class StreamRoutes:
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
 
-    def _answer_create(self, transaction: Transaction, error: TailraceError | None) -> None:
+    def _respond_create(self, transaction: Transaction, error: TailraceError | None) -> None:
         exchange = transaction.context
         assert isinstance(exchange, Exchange)
         if error is not None:
@@ -487,7 +484,7 @@ class StreamRoutes:
 def read_only_error() -> TailraceError:
     return TailraceError(
         "read_only_stream",
-        "system streams are written by the server only",
+        "system streams are read-only, only the server writes them",
         headers=(("Allow", "GET, HEAD, OPTIONS"),),
     )
 
@@ -502,7 +499,7 @@ def _respond_delete(transaction: Transaction, error: TailraceError | None) -> No
 
 
 def respond_append(transaction: Transaction, error: TailraceError | None) -> None:
-    """The acknowledgement: everything it speaks of is durable."""
+    """Acknowledge an append that is durable."""
     exchange, stream = transaction.context, transaction.subject
     assert type(exchange) is Exchange
     assert stream is not None
@@ -533,9 +530,9 @@ def _respond_append_with_headers(
     producer: tuple[int, int] | None,
     closed: bool,
 ) -> None:
-    """Producers learn the highest sequence that was accepted, whatever this request brought.
+    """Respond with the highest producer sequence that was accepted, also to a duplicate.
 
-    That is `producer`, as it was when the request was decided: what was decided since may not be durable.
+    `producer` is the state when the request was decided: later decisions may not be durable yet.
     """
     offset = stream.offset(last)
     head = responses.next_offset_header(offset)

@@ -1,8 +1,7 @@
 """Routes touch/meta, touch/templates/activate and touch/wait, and the feed that derives touches from entries.
 
-Feeding a stream's entries to its touches, in order and in short steps, and from the past where needed.
-
-`touch/meta`, `touch/templates/activate` and `touch/wait`.
+A `TouchFeed` follows its stream from the first request on: it reads new entries in order, in short steps, and
+derives older touches again for a client whose cursor is older than the journal of touches.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise, invalid_token_error
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
@@ -40,7 +40,7 @@ logger = logging.getLogger("tailrace.touch")
 
 
 class TouchFeed:
-    """One stream whose touches somebody has asked for. It follows the stream until it is closed."""
+    """Derives the touches of one stream until it is closed."""
 
     def __init__(
         self, context: Context, stream: Stream, state: TouchState, on_ended: Callable[[TouchFeed], None]
@@ -57,9 +57,9 @@ class TouchFeed:
         stream.readers = [*(stream.readers or ()), self]
 
     def on_published(self, stream: Stream) -> None:
-        """New entries are taken in together, once per coalescing window."""
+        """Read new entries together, once per coalescing window."""
         if stream.removed or stream.gone:
-            if stream.batch is None:  # else it is not durable yet, and this is called again when it is
+            if stream.batch is None:  # with a batch it is not durable yet, and this is called again
                 self._on_ended(self)
         elif self._timer is None and self._task is None and self.behind:
             window_s = self.state.config.touch_coalesce_window_ms / 1000
@@ -79,8 +79,8 @@ class TouchFeed:
         readers = self.stream.readers or ()
         self.stream.readers = [other for other in readers if other is not self] or None
 
-    async def settle(self) -> None:
-        """Takes in everything that is visible now, and wakes whom it touches."""
+    async def catch_up(self) -> None:
+        """Read all visible entries, and wake the waits that they touch."""
         while self.behind:
             self._start()
             assert self._task is not None
@@ -97,7 +97,10 @@ class TouchFeed:
     def _absorbed(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("entries of %s could not be read for touches: %s", self.stream.name, error)
+            logger.error(
+                "cannot read entries for touches, retrying",
+                extra=log_fields(stream=self.stream.name, error=str(error)),
+            )
             if not self.closed:
                 self._timer = self._context.loop.call_later(RETRY_S, self._start)
             return
@@ -118,8 +121,8 @@ class TouchFeed:
             state.flush()
             await asyncio.sleep(0)
 
-    async def reach_back(self, cursor: int) -> None:
-        """Derives touches again from the cursor on, for everybody who comes with one as old."""
+    async def derive_past(self, cursor: int) -> None:
+        """Derive touches again from the cursor on, once for all waits that need them."""
         while cursor < self.state.journal.floor:
             floor = self.state.journal.floor
             if floor - cursor > self._context.limits.touch_replay_max or cursor < self.stream.earliest:
@@ -132,7 +135,7 @@ class TouchFeed:
     def _derived(self, task: asyncio.Task[None]) -> None:
         self._past = None
         if not task.cancelled():
-            task.exception()  # those who wait for it are told; there may be none left
+            task.exception()  # mark as retrieved: all waiters may have disconnected
 
     async def _derive(self, cursor: int, floor: int) -> None:
         past = JournalLayer(cursor)
@@ -153,40 +156,40 @@ class TouchFeed:
             await asyncio.sleep(0)
         self.state.journal.extend_back(past, floor)
         if self.state.journal.floor > cursor:
-            raise StaleCursor(CURSOR_TOO_OLD)  # so much has come meanwhile that the journal moved on
+            raise StaleCursor(CURSOR_TOO_OLD)  # the journal has moved on in the meantime
 
 
 def _load_record(part: bytes | memoryview) -> object:
     try:
         return decode_json_record(part)
     except UnusableRecordError:
-        return None  # older than the profile: it tells of no change
+        return None  # older than the profile: not a change record
 
 
-FEEDS_MAX = 1000  # streams whose touches are followed; cursors outlive their feed
+FEEDS_MAX = 1000  # cursors stay valid when their feed is evicted
 SWEEP_S = 0.05
 SERVER_STOPPING = TailraceError("unavailable", "the server is stopping")
 TOUCH_ROUTES = {"meta": (b"GET", b"HEAD"), "templates/activate": (b"POST",), "wait": (b"POST",)}
 
 
 class TouchRoutes:
-    """Waits take as long as they ask for, up to two minutes; nothing else here is slow."""
+    """Serves the touch routes; a wait takes up to two minutes."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._log = context.log
         self._feeds: dict[int, TouchFeed] = {}
         self._tasks: dict[asyncio.Task[None], Exchange] = {}
-        self._callers: dict[Exchange, Identity] = {}  # who waits
+        self._callers: dict[Exchange, Identity] = {}  # of open waits
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._gc_timer: asyncio.TimerHandle | None = None
         self._stopping = False
-        self._past_wakeups = self._past_stales = 0  # of feeds that are no more
+        self._past_wakeups = self._past_stales = 0  # of closed feeds
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
         methods = TOUCH_ROUTES.get(route)
         if methods is None:
-            raise TailraceError("not_found", "there is no such resource on this server")
+            raise TailraceError("not_found", "resource not found")
         if method not in methods:
             raise responses.method_not_allowed(b", ".join((*methods, b"OPTIONS")).decode())
         authorise(identity, Action.TOUCH_STREAM, stream=name)
@@ -213,12 +216,12 @@ class TouchRoutes:
         return self._past_stales + sum(feed.state.stales for feed in self._feeds.values())
 
     def journals(self) -> list[tuple[int, str]]:
-        """What the journals of keys take, in bytes, by stream."""
+        """Bytes of the touch journals, by stream."""
         feeds = self._feeds.values()
         return [(feed.state.journal.memory_bytes, feed.stream.name) for feed in feeds]
 
     def reset(self, stream: Stream) -> None:
-        """The profile has changed: whoever waits looks again, and finds what is there then."""
+        """The profile has changed: wake all waits, and their clients retry."""
         feed = self._feeds.pop(stream.number, None)
         if feed is not None:
             feed.state.wake_everyone()
@@ -245,9 +248,9 @@ class TouchRoutes:
             if timer is not None:
                 timer.cancel()
 
-    def recheck(self, stands: Callable[[Identity], bool]) -> int:
-        """Answers those who wait and have lost their right, and counts them."""
-        lost = [exchange for exchange, identity in self._callers.items() if not stands(identity)]
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """End waits whose credentials are no longer valid, and return how many."""
+        lost = [exchange for exchange, identity in self._callers.items() if not is_valid(identity)]
         for exchange in lost:
             leave = exchange.on_gone
             if leave is not None:
@@ -271,11 +274,11 @@ class TouchRoutes:
             config = profile.touch or TouchConfig()
             state = TouchState.load(config, document, identity, self._context.clock, stream.visible)
             feed = TouchFeed(self._context, stream, state, self._end_feed)
-        self._feeds[stream.number] = feed  # the one used last is last
+        self._feeds[stream.number] = feed  # most recently used last
         if len(self._feeds) > FEEDS_MAX:
             self._drop_one()
         if self._gc_timer is None:
-            self._tidy()
+            self._collect_templates()
         return feed
 
     def _drop_one(self) -> None:
@@ -285,8 +288,8 @@ class TouchRoutes:
                 del self._feeds[number]
                 return
 
-    def _save(self, feed: TouchFeed, exchange: Exchange | None = None, answer: bytes = b"") -> None:
-        """Templates are written down; if somebody asked for that, the answer waits for it."""
+    def _save(self, feed: TouchFeed, exchange: Exchange | None = None, body: bytes = b"") -> None:
+        """Store the templates; the response to `exchange` waits until they are durable."""
         if not feed.state.is_of((feed.stream.documents or {}).get(TOUCH_DOCUMENT)):
             raise TailraceError("not_found", "touch not enabled")
 
@@ -296,12 +299,12 @@ class TouchRoutes:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
-                exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, answer)
+                exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 
         self._log.describe(feed.stream, TOUCH_DOCUMENT, feed.state.to_document(), saved)
 
-    def _tidy(self) -> None:
-        """Retires templates that nobody uses, and writes down now and then who was last seen."""
+    def _collect_templates(self) -> None:
+        """Retire unused templates, and store from time to time when the others were last used."""
         next_ms = 60_000
         for feed in self._feeds.values():
             next_ms = min(next_ms, feed.state.config.templates.gc_interval_ms)
@@ -309,16 +312,16 @@ class TouchRoutes:
                 try:
                     self._save(feed)
                 except TailraceError:
-                    feed.state.templates.seen = True  # at the next round
+                    feed.state.templates.seen = True  # retry at the next round
         self._gc_timer = None
         if self._feeds:
-            self._gc_timer = self._context.loop.call_later(next_ms / 1000, self._tidy)
+            self._gc_timer = self._context.loop.call_later(next_ms / 1000, self._collect_templates)
 
     def _end_feed(self, feed: TouchFeed) -> None:
-        """The stream is no more."""
+        """The stream was deleted."""
         if self._feeds.pop(feed.stream.number, None) is not None:
             self._close(feed)
-        refusal = TailraceError("not_found", f"there is no stream {feed.stream.name!r}")
+        refusal = TailraceError("not_found", f"stream {feed.stream.name!r} not found")
         for waiter in tuple(feed.state.waiters.all):
             feed.state.waiters.remove(waiter)
             waiter.refuse(refusal)
@@ -327,13 +330,13 @@ class TouchRoutes:
 
     def _meta(self, exchange: Exchange, feed: TouchFeed) -> None:
         query = parse_query(exchange.query)
-        settle = query.get("settle", "")
-        if settle not in ("", "flush"):
+        catch_up = query.get("settle", "")
+        if catch_up not in ("", "flush"):
             raise TailraceError("invalid_request", "settle must be flush")
         text = query.get("timeoutMs", str(TIMEOUT_MS))
         if not text.isdecimal() or not text.isascii() or len(text) > 6 or int(text) > TIMEOUT_MS_MAX:
             raise TailraceError("invalid_request", f"timeoutMs must be an integer from 0 to {TIMEOUT_MS_MAX}")
-        if settle:
+        if catch_up:
             self._run(exchange, self._settled_meta(exchange, feed, int(text)))
         else:
             _respond_meta(exchange, feed)
@@ -341,7 +344,7 @@ class TouchRoutes:
     async def _settled_meta(self, exchange: Exchange, feed: TouchFeed, timeout_ms: int) -> None:
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                await feed.settle()
+                await feed.catch_up()
         except TimeoutError:
             pass
         _respond_meta(exchange, feed)
@@ -350,22 +353,23 @@ class TouchRoutes:
         self._run(exchange, self._activated(exchange, feed, body))
 
     async def _activated(self, exchange: Exchange, feed: TouchFeed, body: object) -> None:
-        answer, changed = feed.state.activate(body)
+        body, changed = feed.state.activate(body)
         if changed:
-            self._save(feed, exchange, orjson.dumps(answer))
+            self._save(feed, exchange, orjson.dumps(body))
         else:
-            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(answer))
+            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     def _wait(self, exchange: Exchange, identity: Identity, feed: TouchFeed, request: WaitRequest) -> None:
         if self.waiters + len(self._tasks) >= self._context.limits.touch_max_waiters:
-            raise TailraceError("overloaded", "too many touch waits are open")
+            limit = self._context.limits.touch_max_waiters
+            raise TailraceError("overloaded", f"the limit of {limit} touch waits is reached")
         parse_ttl(request.body, feed.state.config.templates, "wait")
         self._callers[exchange] = identity
         self._run(exchange, self._begin_wait(exchange, feed, request))
 
     async def _begin_wait(self, exchange: Exchange, feed: TouchFeed, request: WaitRequest) -> None:
         if exchange.answered:
-            return  # the right to wait was lost before it began
+            return  # the token was revoked before the wait began
         state, stream = feed.state, feed.stream
         head = stream.visible
         left = False
@@ -377,9 +381,9 @@ class TouchRoutes:
             if waiter is not None:
                 state.waiters.remove(waiter)
 
-        def show(answer: dict[str, object]) -> None:
+        def respond(body: dict[str, object]) -> None:
             self._callers.pop(exchange, None)
-            _respond_json(exchange, answer)
+            _respond_json(exchange, body)
 
         def refuse(refusal: TailraceError) -> None:
             self._callers.pop(exchange, None)
@@ -395,10 +399,10 @@ class TouchRoutes:
         try:
             cursor = state.cursor_of(request, head)
             if cursor < state.journal.floor:
-                await feed.reach_back(cursor)
+                await feed.derive_past(cursor)
             if head - state.journal.absorbed <= state.config.lag_degrade_fine_touches_at_source_offsets:
-                await feed.settle()
-            waiter = state.begin(request, cursor, show)
+                await feed.catch_up()
+            waiter = state.begin(request, cursor, respond)
         except StaleCursor as stale:
             if stale.delayed:
                 await asyncio.sleep(state.config.touch_coalesce_window_ms / 1000)
@@ -422,11 +426,11 @@ class TouchRoutes:
             self._sweep_timer = self._context.loop.call_later(SWEEP_S, self._sweep)
 
     def _run(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
-        task = self._context.loop.create_task(self._guarded(exchange, work))
+        task = self._context.loop.create_task(self._respond(exchange, work))
         self._tasks[task] = exchange
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    async def _guarded(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
+    async def _respond(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
         try:
             await work
         except TailraceError as refusal:
@@ -435,7 +439,7 @@ class TouchRoutes:
             responses.respond_error(exchange, SERVER_STOPPING)
             raise
         except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "the request failed"))
+            responses.respond_error(exchange, TailraceError("internal", "request failed"))
             raise
         finally:
             if exchange.answered:
@@ -448,5 +452,5 @@ def _respond_meta(exchange: Exchange, feed: TouchFeed) -> None:
     _respond_json(exchange, feed.state.meta(head, through))
 
 
-def _respond_json(exchange: Exchange, answer: dict[str, object]) -> None:
-    exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(answer))
+def _respond_json(exchange: Exchange, body: dict[str, object]) -> None:
+    exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))

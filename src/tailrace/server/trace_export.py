@@ -1,13 +1,7 @@
-"""Export of spans to an OTLP collector: encoding, sending thread, and wiring.
+"""Export of spans to an OTLP collector: encoding (`ExportTraceServiceRequest`), sending thread, and wiring.
 
-Spans as an OTLP request: the protocol buffers of `ExportTraceServiceRequest`, field by field.
-
-Sends spans to a collector, on a thread of its own. What it cannot send in time is dropped and counted.
-
-The loop only appends to a queue of bounded length. The thread sleeps while there is nothing to send, gathers
-for a moment once there is, and sends everything in batches.
-
-Puts tracing together and connects it with what is traced.
+The event loop appends spans to a bounded queue; when it is full they are dropped and counted. A thread waits
+a moment after the first span and sends the queue in batches.
 """
 
 from __future__ import annotations
@@ -22,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from tailrace import __version__
+from tailrace.common.logging_setup import log_fields
 from tailrace.routing.context import Context
 from tailrace.schema.profiles.otlp_export import write_bytes, write_fixed64, write_varint
 from tailrace.server.pipeline_process import PipelineState
@@ -33,7 +28,7 @@ _ERROR: Final = 2
 
 
 def encode_export(spans: Sequence[Span], resource: Mapping[str, AttributeValue], version: str) -> bytes:
-    """`resource` says who is telling: at least `service.name`."""
+    """`resource` identifies this server: at least `service.name`."""
     described = b"".join(_attribute(1, name, value) for name, value in resource.items())
     scope = _text(1, "tailrace") + _text(2, version)
     scoped = write_bytes(1, scope) + b"".join(write_bytes(2, encode_span(span)) for span in spans)
@@ -67,17 +62,17 @@ def _text(number: int, text: str) -> bytes:
 logger = logging.getLogger("tailrace.traces")
 
 COLLECTOR_PATH: Final = "/v1/traces"
-QUEUE_SPANS_MAX: Final = 4096  # a span is about a kilobyte at most
+QUEUE_SPANS_MAX: Final = 4096  # a span has at most about a kilobyte
 BATCH_SPANS_MAX: Final = 512
 BATCH_WAIT_S: Final = 1.0
 ATTEMPT_TIMEOUT_S: Final = 10.0
-RETRY_PAUSES_S: Final = (1.0, 2.0)  # between tries of one batch
+RETRY_PAUSES_S: Final = (1.0, 2.0)  # between attempts for one batch
 STOP_S: Final = 5.0
-RETRY_STATUSES: Final = frozenset({429, 502, 503, 504})  # the collector asks to be tried again
+RETRY_STATUSES: Final = frozenset({429, 502, 503, 504})  # retryable according to the OTLP specification
 
 
 class SpanExporter:
-    """Owned by the loop thread; `submit` is all that it calls while the server runs."""
+    """Sends spans on a thread of its own; the event loop only calls `submit` while the server runs."""
 
     def __init__(
         self,
@@ -86,19 +81,19 @@ class SpanExporter:
         resource: Mapping[str, AttributeValue],
         version: str,
         *,
-        gather_s: float = BATCH_WAIT_S,
+        batch_wait_s: float = BATCH_WAIT_S,
     ) -> None:
         self._url = traces_url(url)
         self._headers = {**headers, "Content-Type": "application/x-protobuf"}
         self._resource = dict(resource)
         self._version = version
-        self._gather_s = gather_s
+        self._batch_wait_s = batch_wait_s
         self._queue: deque[Span] = deque()
         self._wake = threading.Event()
         self._ending = threading.Event()
-        self._told = False  # that the collector does not answer
+        self._failure_logged = False
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        # Each is added to by one thread only.
+        # Each counter is incremented by one thread only.
         self.exported = 0
         self.failed = 0
         self.dropped = 0
@@ -115,7 +110,7 @@ class SpanExporter:
             self._wake.set()
 
     def close(self) -> None:
-        """Sends what is left, but holds nobody up for long."""
+        """Send the remaining spans, for at most STOP_S."""
         self._ending.set()
         self._wake.set()
         self._thread.join(STOP_S)
@@ -124,7 +119,7 @@ class SpanExporter:
         with httpx2.Client(timeout=ATTEMPT_TIMEOUT_S) as http:
             while not self._ending.is_set() or self._queue:
                 self._wake.wait()
-                self._ending.wait(self._gather_s)
+                self._ending.wait(self._batch_wait_s)
                 self._wake.clear()
                 while self._queue:
                     self._send(http)
@@ -132,45 +127,48 @@ class SpanExporter:
     def _send(self, http: httpx2.Client) -> None:
         count = min(len(self._queue), BATCH_SPANS_MAX)
         body = encode_export([self._queue.popleft() for _ in range(count)], self._resource, self._version)
-        trouble = ""
+        error_text = ""
         for pause_s in (*RETRY_PAUSES_S, 0.0):
-            trouble, again = self._post(http, body)
-            if not trouble:
+            error_text, retry = self._post(http, body)
+            if not error_text:
                 self.exported += count
-                self._told = False
+                self._failure_logged = False
                 return
-            if not again or self._ending.wait(pause_s):
+            if not retry or self._ending.wait(pause_s):
                 break
         self.failed += count
-        if not self._told:
-            self._told = True
-            logger.warning("%d spans could not be exported: %s; further failures are counted", count, trouble)
+        if not self._failure_logged:
+            self._failure_logged = True
+            logger.warning(
+                "cannot export spans, counting further failures",
+                extra=log_fields(spans=count, error=error_text),
+            )
 
     def _post(self, http: httpx2.Client, body: bytes) -> tuple[str, bool]:
-        """What is wrong, and whether to try again."""
+        """The error, if any, and whether to retry."""
         try:
-            answer = http.post(self._url, content=body, headers=self._headers)
+            response = http.post(self._url, content=body, headers=self._headers)
         except httpx2.HTTPError as error:
             return f"{type(error).__name__}: {error}", True
-        if answer.is_success:
+        if response.is_success:
             return "", False
-        return f"the collector answered {answer.status_code}", answer.status_code in RETRY_STATUSES
+        return f"the collector responded with {response.status_code}", response.status_code in RETRY_STATUSES
 
 
 def traces_url(url: str) -> str:
-    """The base of a collector gets the path that spans go to; any other path is taken as it is."""
+    """A URL without a path gets the standard path for traces; any other path is left as it is."""
     parts = urlsplit(url)
     return url if parts.path.strip("/") else parts._replace(path=COLLECTOR_PATH).geturl()
 
 
 def parse_header_list(text: str) -> dict[str, str]:
-    """`name=value,name=value`, as other exporters take them."""
+    """Parse `name=value,name=value`, the format of OTEL_EXPORTER_OTLP_HEADERS."""
     pairs = (part.partition("=") for part in text.split(",") if part.strip())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 class Tracing:
-    """Made only where `traces_url` says where spans go."""
+    """Tracer and exporter of a server; only created if `traces_url` is set."""
 
     def __init__(self, context: Context) -> None:
         settings = context.settings
@@ -189,8 +187,8 @@ class Tracing:
         reads[("dropped",)] = lambda: self._exporter.dropped
 
     def connect(self, sealing: SealingService, pipeline: PipelineState, webhooks: WebhookSender) -> None:
-        sealing.dispatcher.on_run = self.tracer.sealed
-        pipeline.on_beat = self.tracer.heard
+        sealing.runs.on_run = self.tracer.record_seal
+        pipeline.on_heartbeat = self.tracer.record_heartbeat
         webhooks.trace = self.tracer.webhook
 
     def start(self) -> None:

@@ -1,10 +1,6 @@
-"""OpenTelemetry spans of the server: W3C trace context, spans, and the tracer that makes them.
+"""OpenTelemetry spans of the server: W3C trace context, spans, and the tracer.
 
-Where a span belongs: the `traceparent` header of W3C Trace Context, read and written.
-
-A span: something that took a while, as it is exported.
-
-Decides which requests are traced, and makes the spans of what the server does by itself.
+The tracer decides which requests are traced, and makes the spans of seals, pipeline jobs and webhooks.
 """
 
 from __future__ import annotations
@@ -22,13 +18,13 @@ from tailrace.http.exchange import Exchange
 from tailrace.server.pipeline_process import PipelineHeartbeat
 from tailrace.storage.sealing import SealRun
 
-# Later versions may add fields at the end; what is known of them is read all the same.
+# Later versions may add fields at the end, which are ignored.
 _TRACEPARENT: Final = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 1
 
 
 class TraceContext(NamedTuple):
-    """A span as others see it."""
+    """The ids of a span, as in the `traceparent` header."""
 
     trace_id: bytes
     span_id: bytes
@@ -47,7 +43,7 @@ def new_trace() -> TraceContext:
 
 
 def parse_traceparent(value: bytes) -> TraceContext | None:
-    """The caller's span; None if the header is not one, which counts as if it were not there."""
+    """The span of the caller; None if the header is invalid, which is ignored."""
     match = _TRACEPARENT.fullmatch(value)
     if match is None or match[1] == b"ff" or (match[1] == b"00" and match[5]):
         return None
@@ -57,7 +53,7 @@ def parse_traceparent(value: bytes) -> TraceContext | None:
     return TraceContext(trace_id, span_id, bool(int(match[4], 16) & _SAMPLED))
 
 
-# Kinds, by the numbers of the protocol.
+# Span kinds, numbered as in OTLP.
 INTERNAL: Final = 1
 SERVER: Final = 2
 CLIENT: Final = 3
@@ -69,7 +65,7 @@ AttributeValue = str | int
 
 
 class Span(msgspec.Struct, eq=False):
-    """One that has ended, or will be ended by whoever began it."""
+    """A span in progress, or one that has ended."""
 
     name: str
     context: TraceContext
@@ -82,11 +78,11 @@ class Span(msgspec.Struct, eq=False):
     attributes: dict[str, AttributeValue] = {}
 
 
-RUNS_MAX: Final = 1000  # runs of the pipeline that are followed at once
+RUNS_MAX: Final = 1000  # pipeline jobs followed at once
 
 
 class Tracer:
-    """Runs on the loop thread. `submit` takes a span that has ended and must not block."""
+    """Used on the event loop only. `submit` receives spans that have ended and must not block."""
 
     def __init__(self, one_in: int, clock: Clock, submit: Callable[[Span], None]) -> None:
         self._one_in = one_in
@@ -95,14 +91,14 @@ class Tracer:
         self._untraced = 0
         self._runs: dict[
             tuple[str, str, str], int
-        ] = {}  # job, stream and begin of what runs, with its inputs
+        ] = {}  # segments of running jobs by job, stream and start time
 
     # -- requests --------------------------------------------------------------------------------------
 
     def request(self, exchange: Exchange) -> Span | None:
-        """The span of a request, or None if it is not one of those that are traced.
+        """The span of a request, or None if it is not traced.
 
-        A caller that traces decides for us; of all others one in so many begins a trace.
+        A `traceparent` header decides whether it is; of the other requests one in `one_in` starts a trace.
         """
         raw = exchange.headers.get(b"traceparent")
         caller = None if raw is None else parse_traceparent(raw)
@@ -120,10 +116,10 @@ class Tracer:
         span.ended_ns = self.now_ns()
         self._submit(span)
 
-    def past(
+    def record(
         self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, AttributeValue], parent: Span
     ) -> None:
-        """A part of a span, told when it is over."""
+        """Record a child span that has ended."""
         context = parent.context
         span = Span(name, context.child(), begun_ns, context.span_id, INTERNAL, ended_ns)
         span.attributes = attributes
@@ -132,9 +128,9 @@ class Tracer:
     def now_ns(self) -> int:
         return self._clock.now_ns()
 
-    # -- what the server does by itself ----------------------------------------------------------------
+    # -- background work -------------------------------------------------------------------------------
 
-    def sealed(self, run: SealRun) -> None:
+    def record_seal(self, run: SealRun) -> None:
         span = Span("seal", new_trace(), run.begun_ns, failed=bool(run.error))
         span.attributes = {
             "tailrace.stream": run.stream,
@@ -145,9 +141,9 @@ class Tracer:
             span.attributes["error.message"] = run.error
         self.end(span)
 
-    def heard(self, beat: PipelineHeartbeat) -> None:
-        """What a heartbeat names no more has ended; how exactly that is known is up to the heartbeats."""
-        running = {(one.job, one.stream, one.since): one.segments for one in beat.running[:RUNS_MAX]}
+    def record_heartbeat(self, heartbeat: PipelineHeartbeat) -> None:
+        """A job that is missing in a heartbeat has ended, some time since the last one."""
+        running = {(one.job, one.stream, one.since): one.segments for one in heartbeat.running[:RUNS_MAX]}
         for key, segments in self._runs.items():
             begun_ns = parse_rfc3339_ns(key[2])
             if key in running or begun_ns is None:
@@ -166,7 +162,7 @@ class Tracer:
 
 
 class WebhookSpan:
-    """A call to somebody else, who may go on with the trace."""
+    """The span of a webhook call; its receiver may continue the trace."""
 
     __slots__ = ("_span", "_tracer")
 

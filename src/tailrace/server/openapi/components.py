@@ -1,13 +1,4 @@
-"""Building blocks of the OpenAPI document: values, objects, operations, shared headers and parameters.
-
-Single values in JSON Schema, by the names that every page of the description uses.
-
-Objects and arrays in JSON Schema.
-
-What operations are put together from: parameters, headers, answers and refusals.
-
-Headers and parameters that many operations have, and the shape of an error.
-"""
+"""Building blocks of the OpenAPI document: values, objects, operations, shared headers and parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +24,7 @@ def nullable(shape: Json) -> Json:
 
 
 def obj(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
-    """An object; what it has beyond the named keys is left open unless `more` closes it."""
+    """An object schema; further keys are allowed unless `more` forbids them."""
     shape: Json = {"type": "object", "properties": {**required, **(optional or {})}, **more}
     if required:
         shape["required"] = sorted(required)
@@ -41,7 +32,7 @@ def obj(required: dict[str, Json], optional: dict[str, Json] | None = None, **mo
 
 
 def closed(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
-    """An object of a request: unknown keys are refused."""
+    """An object schema of a request: unknown keys are refused."""
     return obj(required, optional, additionalProperties=False, **more)
 
 
@@ -97,12 +88,12 @@ def query(
 
 
 def params(*names: str) -> list[Json]:
-    """Parameters that more than one operation has."""
+    """References to shared parameters."""
     return [ref("parameters", name) for name in names]
 
 
 def headers(*names: str, always: Sequence[str] = ()) -> Json:
-    """Headers of an answer. Those that are always there are said to be required."""
+    """Headers of a response; those in `always` are required."""
     found: Json = {name: ref("headers", name) for name in names}
     for name in always:
         found[name] = ref("headers", f"{name}-always")
@@ -110,7 +101,7 @@ def headers(*names: str, always: Sequence[str] = ()) -> Json:
 
 
 def answer(about: str, body: Json | None = None, head: Json | None = None, example: object = None) -> Json:
-    """An answer, with JSON in it if it has a body."""
+    """A response, with a JSON body if `body` is given."""
     found: Json = {"description": about}
     if head:
         found["headers"] = head
@@ -143,7 +134,7 @@ def operation(
     body: Json | None = None,
     more: str = "",
 ) -> Json:
-    """One method of a path. Without a scope it is for everybody."""
+    """One method of a path. Without a scope it is public."""
     common = ALWAYS if scope is None else GUARDED
     found: Json = {
         "operationId": identifier,
@@ -163,7 +154,7 @@ def operation(
 
 
 def without_body(get: Json, identifier: str) -> Json:
-    """HEAD as it follows from GET: the same statuses and headers, and no body."""
+    """The HEAD operation of a GET: the same statuses and headers, no body."""
     found = {**get, "operationId": identifier, "summary": f"{get['summary']}, headers only"}
     answers = cast("dict[str, Json]", get["responses"])
     bare: Json = {}
@@ -177,7 +168,7 @@ def without_body(get: Json, identifier: str) -> Json:
 
 
 def error_responses() -> Json:
-    """One answer for each status an error can have, made from the table of codes."""
+    """One response for each error status, from the table of codes."""
     by_status: dict[int, list[str]] = {}
     for code, status in ERROR_STATUS.items():
         by_status.setdefault(status, []).append(code)
@@ -190,7 +181,7 @@ def error_responses() -> Json:
         about = "Refused: " + ", ".join(f"`{code}`" for code in codes)
         fields = obj({"code": {"enum": codes}, "message": STRING})
         body: Json = {"allOf": [schema("Error"), obj({"error": fields})]}
-        example = {"error": {"code": codes[0], "message": "what is wrong, for people"}}
+        example = {"error": {"code": codes[0], "message": "a readable description of the error"}}
         found[f"Error{status}"] = answer(about, body, headers(*names), example)
         found[f"BareError{status}"] = answer(about, None, headers(*names))
     return found
@@ -213,56 +204,59 @@ SCHEMAS: Final[Json] = {
                     "earliest_offset": OFFSET,
                     "outcome": {"enum": ["unknown", "not_applied"]},
                 },
-                description="`code` is the thing to test for; some errors have further fields.",
+                description="Test for `code`; some errors have further fields.",
             )
         }
     ),
-    "Offset": OFFSET | {"description": "Opaque, 26 characters; orders as text."},
+    "Offset": OFFSET | {"description": "Opaque, 26 characters; compares as text."},
 }
 
 _HEADERS: Final[dict[str, tuple[str, Json]]] = {
-    "Stream-Next-Offset": ("where to go on from", OFFSET),
+    "Stream-Next-Offset": ("the offset to continue from", OFFSET),
     "Stream-End-Offset": ("the tail of the stream", OFFSET),
-    "Stream-Earliest-Offset": ("where the stream begins", OFFSET),
-    "Stream-Cursor": ("to be sent as `cursor` with the next live read", STRING),
-    "Stream-Wait-Limit-Ms": ("the longest wait; the one asked for was longer", COUNT),
+    "Stream-Earliest-Offset": ("the offset of the first retained entry", OFFSET),
+    "Stream-Cursor": ("send it as `cursor` with the next live read", STRING),
+    "Stream-Wait-Limit-Ms": ("the maximum wait, if the requested one was longer", COUNT),
     "Stream-Start": (
-        "what decided where the answer starts, if the request named more than an offset",
+        "which parameter decided the start of the page, if the request had several",
         {"enum": ["last-event-id", "offset", "since"]},
     ),
-    "Stream-Up-To-Date": ("the answer reaches the tail", TRUE),
-    "Stream-Closed": ("the end of a closed stream: nothing will follow", TRUE),
+    "Stream-Up-To-Date": ("the response reaches the tail", TRUE),
+    "Stream-Closed": ("the end of a closed stream: no entries will follow", TRUE),
     "Stream-TTL": ("idle seconds after which the stream expires", COUNT),
-    "Stream-Expires-At": ("when the stream expires if nothing happens", INSTANT),
-    "Stream-Retention": ("seconds after which entries go", COUNT),
-    "Stream-Retention-Bytes": ("newer payload after which entries go", COUNT),
-    "Stream-Expected-Seq": ("the last `Stream-Seq` that was accepted", STRING),
+    "Stream-Expires-At": ("when the stream expires if it is not used", INSTANT),
+    "Stream-Retention": ("seconds after which entries are trimmed", COUNT),
+    "Stream-Retention-Bytes": ("bytes of newer payload after which entries are trimmed", COUNT),
+    "Stream-Expected-Seq": ("the last accepted `Stream-Seq`", STRING),
     "Stream-Received-Seq": ("the `Stream-Seq` of this request", STRING),
-    "Stream-SSE-Data-Encoding": ("how data events are written", {"const": "base64"}),
-    "Stream-Filter-Scan-Limit-Reached": ("there is more to examine", TRUE),
-    "Stream-Filter-Scan-Limit-Bytes": ("what one answer examines at most", COUNT),
-    "Stream-Filter-Scanned-Bytes": ("what this answer has examined", COUNT),
+    "Stream-SSE-Data-Encoding": ("the encoding of data events", {"const": "base64"}),
+    "Stream-Filter-Scan-Limit-Reached": (
+        "the scan stopped at its limit; continue from `Stream-Next-Offset`",
+        TRUE,
+    ),
+    "Stream-Filter-Scan-Limit-Bytes": ("the maximum bytes scanned for one response", COUNT),
+    "Stream-Filter-Scanned-Bytes": ("the bytes scanned for this response", COUNT),
     "Producer-Epoch": ("the producer's current epoch", COUNT),
-    "Producer-Seq": ("the highest number accepted", COUNT),
-    "Producer-Expected-Seq": ("the number that comes next", COUNT),
-    "Producer-Received-Seq": ("the number of this request", COUNT),
-    "Preference-Applied": ("the preference that was followed", {"const": "return=representation"}),
-    "ETag": ("stands for this very answer", STRING),
-    "Cache-Control": ("how long the answer may be kept", STRING),
-    "Location": ("where the stream is", {"type": "string", "format": "uri"}),
+    "Producer-Seq": ("the highest accepted sequence number", COUNT),
+    "Producer-Expected-Seq": ("the next expected sequence number", COUNT),
+    "Producer-Received-Seq": ("the sequence number of this request", COUNT),
+    "Preference-Applied": ("the preference that was applied", {"const": "return=representation"}),
+    "ETag": ("identifies this version of the response", STRING),
+    "Cache-Control": ("how long the response may be cached", STRING),
+    "Location": ("the URL of the stream", {"type": "string", "format": "uri"}),
     "Link": ('the next page, `rel="next"`', STRING),
     "Allow": ("the methods of this path", STRING),
-    "Retry-After": ("seconds to wait before the next try", COUNT),
-    "WWW-Authenticate": ("what kind of token is wanted", STRING),
-    "Upgrade": ("the protocol that is wanted", STRING),
+    "Retry-After": ("seconds to wait before a retry", COUNT),
+    "WWW-Authenticate": ("the required kind of token", STRING),
+    "Upgrade": ("the required protocol", STRING),
     "Access-Control-Allow-Methods": ("methods that scripts may use", STRING),
     "Access-Control-Allow-Headers": ("headers that scripts may send", STRING),
-    "Access-Control-Max-Age": ("seconds for which this may be remembered", COUNT),
+    "Access-Control-Max-Age": ("seconds for which this may be cached", COUNT),
 }
 
 
 def header_components() -> Json:
-    """Each header twice: as one that may be there, and as one that is always there."""
+    """Each header twice: optional, and required."""
     found: Json = {}
     for name, (about, shape) in _HEADERS.items():
         found[name] = {"description": about, "schema": shape}
@@ -272,7 +266,7 @@ def header_components() -> Json:
 
 _NAME_ABOUT = (
     "One or more segments joined by `/`, UTF-8, at most 1,024 bytes, without empty, `.` or `..` segments and "
-    "without control characters. A slash may be written as it is or as `%2F`."
+    "without control characters. A slash may be written literally or as `%2F`."
 )
 
 PARAMETERS: Final[Json] = {
@@ -286,27 +280,27 @@ PARAMETERS: Final[Json] = {
     ),
     "offset": query(
         "offset",
-        "Read what comes after it: an offset from an answer, `-1` for the start, `now` for the tail.",
+        "Read entries after this offset: an offset of a response, `-1` for the start, `now` for the tail.",
         {"anyOf": [{"enum": ["-1", "now"]}, OFFSET]},
     ),
     "since": query(
         "since",
-        "Start at the first entry of this time or later: RFC 3339 or Unix nanoseconds. `offset` wins.",
+        "Start at the first entry of this time or later, RFC 3339 or Unix nanoseconds; `offset` wins.",
     ),
     "last-event-id": param(
         "header",
         "Last-Event-ID",
-        "With `live=sse`: the `id` of the last event that was received. It is used instead of `offset`.",
+        "With `live=sse`: the `id` of the last received event, used instead of `offset`.",
     ),
     "filter": query(
         "filter",
-        "Only entries that match; JSON streams with a search configuration.",
+        "Only entries that match; requires a JSON stream with a search configuration.",
         {"type": "string", "maxLength": 16384},
         example="service:checkout status:>=500 -has:retry",
     ),
     "live": query(
         "live",
-        "Wait for what follows: `long-poll` (or `true`), `sse`, `ws`.",
+        "Wait for new entries: `long-poll` (or `true`), `sse`, `ws`.",
         {"enum": ["long-poll", "true", "1", "sse", "ws", "false", "0", ""]},
     ),
     "timeout": query(
@@ -317,23 +311,23 @@ PARAMETERS: Final[Json] = {
         "The same in milliseconds.",
         {"type": "integer", "minimum": 0, "maximum": 999_999_999_999},
     ),
-    "cursor": query("cursor", "The `Stream-Cursor` of the last live answer."),
+    "cursor": query("cursor", "The `Stream-Cursor` of the last live response."),
     "format": query(
         "format",
-        "An array of JSON, the bytes one after the other, or a table as an Arrow stream.",
+        "A JSON array, the concatenated bytes, or record batches as an Arrow stream.",
         {"enum": ["json", "raw", "arrow"]},
     ),
     "max_bytes": query(
         "max_bytes",
-        "Payload of a page with `format=arrow`, at most 4 MiB.",
+        "Maximum payload bytes of a page with `format=arrow`, at most 4 MiB.",
         {"type": "integer", "minimum": 1, "maximum": 999_999_999_999},
     ),
     "max_entries": query(
         "max_entries",
-        "Entries of a page with `format=arrow`.",
+        "Maximum entries of a page with `format=arrow`.",
         {"type": "integer", "minimum": 1, "maximum": 999_999_999_999},
     ),
-    "if-none-match": param("header", "If-None-Match", "The `ETag` of an earlier answer."),
+    "if-none-match": param("header", "If-None-Match", "The `ETag` of an earlier response."),
     "stream-key": param(
         "header",
         "Stream-Key",
@@ -346,7 +340,7 @@ PARAMETERS: Final[Json] = {
     "stream-closed": param(
         "header",
         "Stream-Closed",
-        "`true` closes the stream; any other value is as if absent.",
+        "`true` closes the stream; other values are ignored.",
         {"enum": ["true"]},
     ),
 }

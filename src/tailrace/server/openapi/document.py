@@ -1,4 +1,4 @@
-"""The parts put together, and the route that shows them."""
+"""Builds the OpenAPI document from its parts, and serves it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PARTS: Final = (
 )
 _ABOUT: Final = (
     "A durable stream server: append-only logs over HTTP, fsynced before they are acknowledged. "
-    "Every error has the same shape. OPTIONS is answered on every path."
+    "All errors have the same shape. Every path supports OPTIONS."
 )
 
 
@@ -99,33 +99,33 @@ def build() -> Json:
                 "wake": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "The token that came with a wake.",
+                    "description": "The token of a wake.",
                 },
             },
         },
     }
 
 
-_BEARER: Final = "Wanted by servers with authentication. The scope is named with each operation."
+_BEARER: Final = "Required by servers with authentication. Each operation names its scope."
 _TAGS: Final = {
     "streams": "Create, append, read, describe, delete, list.",
-    "registry": "What a stream's records look like and mean.",
-    "search": "Questions about a stream's records.",
-    "inspection": "What the server can tell about one stream.",
-    "touch": "Waiting for changes of what a client has shown.",
-    "traces": "Spans from OpenTelemetry.",
+    "registry": "The schema, search configuration and profile of a stream.",
+    "search": "Searches and aggregates over the records of a stream.",
+    "inspection": "Details, index status and routing keys of one stream.",
+    "touch": "Waiting for changes of keys that a client depends on.",
+    "traces": "Ingestion of OpenTelemetry spans.",
     "subscriptions": "Webhooks and pull-wake.",
     "server": "Health, metrics, memory, sealing.",
-    "identities": "API keys, and tokens that are good no more.",
-    "pipeline": "What is to be built beside the server, and its publication.",
-    "watch": "Documents in collections, and queries that stay true.",
-    "replication": "Clients that hold documents themselves, such as RxDB.",
-    "hub": "Actors that find each other, send, publish and keep mailboxes.",
+    "identities": "API keys and revoked tokens.",
+    "pipeline": "Plan and publication of index files, merges and compactions.",
+    "watch": "Documents in collections, and live queries.",
+    "replication": "Replication with clients that store documents, such as RxDB.",
+    "hub": "Actors that discover each other, send, publish and have mailboxes.",
 }
 
 
 def _completed(item: dict[str, Json]) -> Json:
-    """HEAD goes wherever GET goes, and browsers ask OPTIONS first."""
+    """Add HEAD to each GET, and OPTIONS for browsers."""
     found = dict(item)
     get = item.get("get")
     if get is not None and "head" not in item:
@@ -137,20 +137,23 @@ def _completed(item: dict[str, Json]) -> Json:
     )
     tag = cast("list[str]", item[first]["tags"])[0]
     found["options"] = operation(
-        identifier, tag, "What a browser asks before it calls", {"204": answer("What it may do.", head=shown)}
+        identifier,
+        tag,
+        "CORS preflight request of browsers",
+        {"204": answer("The allowed methods and headers.", head=shown)},
     )
     return cast("Json", found)
 
 
 @cache
 def rendered() -> tuple[str, bytes]:
-    """Tag and bytes, made once."""
+    """ETag and body, built once."""
     document = orjson.dumps(build())
     return f'"{xxhash.xxh3_128_hexdigest(document)}"', document
 
 
 def serve_openapi(exchange: Exchange) -> None:
-    """GET /openapi.json, for everybody."""
+    """GET /openapi.json, without authentication."""
     tag, document = rendered()
     head = b"Cache-Control: no-cache\r\nETag: %b\r\n" % tag.encode()
     known = exchange.headers.get(b"if-none-match")

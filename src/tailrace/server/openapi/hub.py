@@ -87,10 +87,10 @@ def hub_paths() -> Json:
             "post": operation(
                 "sendHubMessage",
                 TAG,
-                "One message of an actor, without a session",
+                "Send one message as an actor, without a session",
                 {
                     "200": answer("The reply.", schema("HubReply")),
-                    "202": answer("It was taken; nothing comes back."),
+                    "202": answer("The message was accepted; there is no reply."),
                 },
                 (404, 409, 410, 429),
                 scope="",
@@ -101,16 +101,16 @@ def hub_paths() -> Json:
             "get": operation(
                 "readHubHealth",
                 TAG,
-                "Whether the hub runs",
-                {"200": answer("It does.", schema("HubHealth"))},
+                "Health of the hub",
+                {"200": answer("The hub is running.", schema("HubHealth"))},
             )
         },
         "/hub/shards": {
             "get": operation(
                 "listHubShards",
                 TAG,
-                "Where to connect",
-                {"200": answer("The owners of addresses.", schema("HubShards"))},
+                "The shards to connect to",
+                {"200": answer("The shards that own addresses.", schema("HubShards"))},
                 scope="read",
             )
         },

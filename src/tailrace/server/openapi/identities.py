@@ -42,11 +42,11 @@ SCHEMAS: Final[Json] = {
         {"streams": _LISTED, "databases": _LISTED, "actorId": _TEXT_OR_NULL, "expiresIn": _SECONDS},
     ),
     "ApiKey": obj(_SHOWN),
-    "MadeApiKey": obj({"key": STRING, **_SHOWN}, description="`key` is shown this once."),
+    "MadeApiKey": obj({"key": STRING, **_SHOWN}, description="`key` is returned only here."),
     "Revoke": closed(
         {},
         {"jti": _TEXT_OR_NULL, "sub": _TEXT_OR_NULL, "exp": _SECONDS},
-        description="A token by its `jti`, or everything that was issued to `sub` up to now.",
+        description="One token by its `jti`, or all tokens issued to `sub` up to now.",
     ),
     "Revocation": obj({"at": COUNT}, {"jti": STRING, "sub": STRING, "until": {"type": ["integer", "null"]}}),
 }
@@ -62,7 +62,7 @@ def identity_paths() -> Json:
 
 
 def _list_keys() -> Json:
-    shown = answer("All of them, without their secrets.", obj({"keys": array(schema("ApiKey"))}))
+    shown = answer("All keys, without their secrets.", obj({"keys": array(schema("ApiKey"))}))
     return operation("listApiKeys", TAG, "API keys", {"200": shown}, (409,), scope="manage")
 
 
@@ -70,14 +70,14 @@ def _make_key() -> Json:
     return operation(
         "makeApiKey",
         TAG,
-        "Make an API key",
-        {"201": answer("The key; keep it, nobody can show it again.", schema("MadeApiKey"))},
+        "Create an API key",
+        {"201": answer("The key. Store it: it cannot be read again.", schema("MadeApiKey"))},
         (409, 507),
         scope="manage",
         body=request(
             schema("NewApiKey"),
             {"sub": "ci", "scopes": ["write"], "streams": ["builds/"]},
-            "Whom it is for and what it allows.",
+            "The subject and rights of the key.",
         ),
     )
 
@@ -87,7 +87,7 @@ def _remove_key() -> Json:
         "revokeApiKey",
         TAG,
         "Revoke an API key",
-        {"204": answer("It is good no more, and its connections are closed.")},
+        {"204": answer("The key is revoked and its connections are closed.")},
         (404, 409),
         scope="manage",
     )
@@ -98,8 +98,8 @@ def _list_revocations() -> Json:
     return operation(
         "listRevocations",
         TAG,
-        "What was revoked, the newest first",
-        {"200": answer("At most 1,000 of them.", shown)},
+        "Revocations, the newest first",
+        {"200": answer("At most 1,000 revocations.", shown)},
         (409,),
         scope="manage",
     )
@@ -114,10 +114,10 @@ def _follow() -> Json:
     return operation(
         "followRevocations",
         TAG,
-        "What was revoked, for whoever checks tokens elsewhere",
+        "Hashes of all revocations, for edges and other servers that check tokens",
         {
-            "200": answer("All of it, without a name.", shown, tagged),
-            "304": answer("It has not changed.", head=tagged),
+            "200": answer("The hashes.", shown, tagged),
+            "304": answer("Not modified.", head=tagged),
         },
         scope="read",
         parameters=params("if-none-match"),
@@ -130,8 +130,8 @@ def _revoke() -> Json:
         "revoke",
         TAG,
         "Revoke a token, or all tokens of a subject",
-        {"200": answer("Good no more, and connections opened with it are closed.", shown)},
+        {"200": answer("The tokens are revoked and their connections are closed.", shown)},
         (409, 507),
         scope="manage",
-        body=request(schema("Revoke"), {"jti": "4be1a0c29d3f7a58"}, "What is to be good no more."),
+        body=request(schema("Revoke"), {"jti": "4be1a0c29d3f7a58"}, "The token or the subject."),
     )

@@ -1,4 +1,4 @@
-"""`_details`, `_index_status`, `_routing_keys`: what the server can tell about one stream."""
+"""`_details`, `_index_status` and `_routing_keys` of a stream."""
 
 from __future__ import annotations
 
@@ -164,11 +164,11 @@ def inspection_paths() -> Json:
     return {
         "/v1/stream/{name}/_details": {
             "parameters": params("name"),
-            "get": _watched("readDetails", "Everything about one stream", "Details"),
+            "get": _watched("readDetails", "All details of a stream", "Details"),
         },
         "/v1/stream/{name}/_index_status": {
             "parameters": params("name"),
-            "get": _watched("readIndexStatus", "How far each index family is", "IndexStatus"),
+            "get": _watched("readIndexStatus", "Progress of each index family", "IndexStatus"),
         },
         "/v1/stream/{name}/_routing_keys": {
             "parameters": params("name"),
@@ -181,7 +181,7 @@ def inspection_paths() -> Json:
                 scope="read",
                 parameters=[
                     query("limit", "Keys on a page.", limit),
-                    query("after", "Only keys behind this one."),
+                    query("after", "Only keys after this one."),
                 ],
             ),
         },
@@ -195,13 +195,13 @@ def _watched(identifier: str, about: str, shape: str) -> Json:
         TAG,
         about,
         {
-            "200": answer("As it is now.", schema(shape), headers(always=("ETag",))),
-            "304": answer("It has not changed.", head=headers("Stream-Wait-Limit-Ms", always=("ETag",))),
+            "200": answer("The current document.", schema(shape), headers(always=("ETag",))),
+            "304": answer("Not modified.", head=headers("Stream-Wait-Limit-Ms", always=("ETag",))),
         },
         (404, 410, 429),
         scope="read",
         parameters=[
-            query("live", "Wait until it differs from `If-None-Match`.", live),
+            query("live", "Wait until the document differs from `If-None-Match`.", live),
             *params("timeout", "timeout_ms", "if-none-match"),
         ],
     )

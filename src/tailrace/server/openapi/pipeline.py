@@ -1,4 +1,4 @@
-"""The pipeline: what is to be built, publication, heartbeats."""
+"""The pipeline: plan, publication, heartbeats."""
 
 from __future__ import annotations
 
@@ -139,15 +139,15 @@ def _plan() -> Json:
     return operation(
         "readPipelinePlan",
         TAG,
-        "What is to be built",
-        {"200": answer("Streams with work, those that wait longest first.", schema("PipelinePlan"))},
+        "Plan of index files, merges and compactions to build",
+        {"200": answer("Streams with work, in the order of their oldest segment.", schema("PipelinePlan"))},
         (404, 410),
         scope="manage",
         parameters=[
-            query("stream", "Only this one, be there work for it or not."),
-            query("after", "The `next_after` of the last answer."),
-            query("limit", "Streams in one answer.", {"type": "integer", "minimum": 1, "maximum": 500}),
-            query("jobs", "Only these, by comma: companions, merge, compact; or all."),
+            query("stream", "Only this stream, with or without work."),
+            query("after", "The `next_after` of the last response."),
+            query("limit", "Streams in one response.", {"type": "integer", "minimum": 1, "maximum": 500}),
+            query("jobs", "Only these jobs, separated by commas: companions, merge, compact; or all."),
             query("live", "Wait up to 4 s for work.", {"enum": ["false", "long-poll"]}),
         ],
     )
@@ -159,11 +159,17 @@ def _rebuild() -> Json:
     return operation(
         "rebuildCompanions",
         TAG,
-        "Have companions built again",
-        {"200": answer("They are not listed any more.", done, example={"stream": "orders", "scheduled": 6})},
+        "Rebuild index files",
+        {
+            "200": answer(
+                "The index files are unlisted and will be built again.",
+                done,
+                example={"stream": "orders", "scheduled": 6},
+            )
+        },
         (404, 410, 429),
         scope="manage",
-        body=request(body, {"stream": "orders", "family": "col"}, "Which stream, and perhaps which family."),
+        body=request(body, {"stream": "orders", "family": "col"}, "The stream, and optionally one family."),
     )
 
 
@@ -177,12 +183,16 @@ def _publish() -> Json:
     return operation(
         "publishCompanions",
         TAG,
-        "Publish what was built",
-        {"200": answer("It is listed, now or before.", schema("PublicationResult"))},
+        "Publish objects that were built",
+        {
+            "200": answer(
+                "The objects are listed, by this request or an earlier one.", schema("PublicationResult")
+            )
+        },
         (404, 409, 410, 429, 507),
         scope="manage",
-        body=request(schema("Publication"), example, "What was built, and out of what."),
-        more="May be repeated: the result is the same as if it was sent once.",
+        body=request(schema("Publication"), example, "The objects and their inputs."),
+        more="Idempotent: it may be repeated.",
     )
 
 
@@ -191,8 +201,8 @@ def _heartbeat() -> Json:
     return operation(
         "sendHeartbeat",
         TAG,
-        "Tell how a pipeline is, or ask it to end",
-        {"200": answer("Whether the pipeline is to end.", answered)},
+        "Report the state of a pipeline, or drain it",
+        {"200": answer("Whether the pipeline shall exit.", answered)},
         scope="manage",
-        body=request(schema("PipelineHeartbeat"), {"state": "idle"}, "How it is; or `drain` alone."),
+        body=request(schema("PipelineHeartbeat"), {"state": "idle"}, "The state, or `drain` alone."),
     )

@@ -1,4 +1,4 @@
-"""`_schema` and `_profile`: what a stream's records look like and mean."""
+"""`_schema` and `_profile` of a stream."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ SCHEMAS: Final[Json] = {
             "ops": array(obj({"op": {"enum": list(_OPS)}}), minItems=1, maxItems=1000),
         },
         {"description": STRING},
-        description="How records of one version become records of the next.",
+        description="Converts records of one version to the next.",
     ),
     "SchemaUpdate": closed(
         {},
@@ -195,15 +195,15 @@ _ERRORS: Final = (404, 410, 429)
 
 _ADOPT: Final = query(
     "adopt",
-    "Where the stream has entries and the update brings its first schema or a profile: check every entry, "
-    "and install it from the first one on. The entry that does not fit is named, and nothing changes.",
+    "If the stream has entries and the update has its first schema or a profile: check every entry, "
+    "and install it from the first entry on. If an entry is invalid, the error names it and nothing changes.",
     {"enum": ["true", "false"]},
 )
 
 
 def _with_progress(shown: Json) -> Json:
-    """An answer that a client may get line by line while entries are checked."""
-    lines = "Lines of JSON: `checked` and `total` while it lasts, then `result` or `error`."
+    """A response that may be streamed line by line while entries are checked."""
+    lines = "Lines of JSON: `checked` and `total` during the check, then `result` or `error`."
     content = cast("Json", shown["content"])
     return {
         **shown,
@@ -226,7 +226,11 @@ def registry_paths() -> Json:
                 (*_ERRORS, 405, 409, 507),
                 scope="manage",
                 parameters=[_ADOPT],
-                body=request(schema("SchemaUpdate"), _REGISTRY_EXAMPLE, "What changes; the rest stays."),
+                body=request(
+                    schema("SchemaUpdate"),
+                    _REGISTRY_EXAMPLE,
+                    "The changes; absent fields are left as they are.",
+                ),
             ),
         },
         "/v1/stream/{name}/_profile": {
@@ -235,7 +239,7 @@ def registry_paths() -> Json:
             "post": operation(
                 "installProfile",
                 TAG,
-                "Install a profile, or change how it is configured",
+                "Install a profile, or change its configuration",
                 {"200": _with_progress(profile)},
                 (*_ERRORS, 405, 409, 507),
                 scope="manage",

@@ -1,4 +1,4 @@
-"""Replication with clients that hold documents themselves."""
+"""Replication with clients that store documents."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ TAG: Final = "replication"
 _NAME: Final[Json] = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
 _FLAG: Final[Json] = {"enum": ["0", "1", "true", "false"]}
 _COLLECTION: Final = query("collection", "The collection, such as `orders`.", required=True)
-_CHECKPOINT: Final = query("checkpoint", "What the last page gave, as JSON. Left out: the beginning.")
+_CHECKPOINT: Final = query("checkpoint", "The checkpoint of the last page, as JSON. Default: the beginning.")
 _SHAPE: Final = (
-    query("deletedField", "The field that marks deleted documents, `_deleted` if not said.", _NAME),
+    query("deletedField", "The field that marks deleted documents, `_deleted` by default.", _NAME),
     query("stamps", "`0`: without `collection`, `version`, `createdAt` and `updatedAt`.", _FLAG),
 )
 _CLIENT: Final[Json] = {"type": "string", "minLength": 1, "maxLength": 64}
-_OF_CLIENT: Final = query("client", "Who follows: nothing is told while the same `client` pushes.", _CLIENT)
+_OF_CLIENT: Final = query(
+    "client", "The client id: changes pushed by the same `client` are not sent.", _CLIENT
+)
 _DOCUMENT: Final[Json] = obj({"id": STRING})
 
 SCHEMAS: Final[Json] = {
@@ -69,7 +71,7 @@ def replication_paths() -> Json:
                 "The WebSocket protocol of RxDB's replication",
                 {"101": answer("The connection is a WebSocket now.")},
                 (401, 403, 404, 426, 429),
-                parameters=[query("database", "The database, if there is a choice."), *_SHAPE],
+                parameters=[query("database", "The database, if there are several."), *_SHAPE],
             )
         },
         "/replication/v1/databases/{db}/pull": {
@@ -78,7 +80,12 @@ def replication_paths() -> Json:
                 "pullDocuments",
                 TAG,
                 "Documents that changed since a checkpoint",
-                {"200": answer("A page of them; a short one is the last.", schema("ReplicationPage"))},
+                {
+                    "200": answer(
+                        "A page of documents; one with fewer than `limit` is the last.",
+                        schema("ReplicationPage"),
+                    )
+                },
                 (404, 410, 429, 501),
                 scope="read",
                 parameters=[
@@ -86,7 +93,7 @@ def replication_paths() -> Json:
                     _CHECKPOINT,
                     query(
                         "limit",
-                        "Most documents, 100 if not said.",
+                        "Maximum documents, 100 by default.",
                         {"type": "integer", "minimum": 1, "maximum": 1000},
                     ),
                     *_SHAPE,
@@ -98,8 +105,13 @@ def replication_paths() -> Json:
             "post": operation(
                 "pushDocuments",
                 TAG,
-                "Write documents, unless others have written them meanwhile",
-                {"200": answer("Those that others have written.", schema("ReplicationConflicts"))},
+                "Write documents, except for those that were changed in the meantime",
+                {
+                    "200": answer(
+                        "The current state of documents that were not written.",
+                        schema("ReplicationConflicts"),
+                    )
+                },
                 (404, 405, 415, 429, 501, 507),
                 scope="write",
                 body=request(
@@ -108,7 +120,7 @@ def replication_paths() -> Json:
                         "collection": "orders",
                         "rows": [{"newDocumentState": {"id": "o-1", "total": 5}, "assumedMasterState": None}],
                     },
-                    "What is to be, and what is believed to be.",
+                    "The new state of each document, and the state the client assumes.",
                 ),
             ),
         },
@@ -117,8 +129,13 @@ def replication_paths() -> Json:
             "get": operation(
                 "followDocuments",
                 TAG,
-                "Documents as they change, as server-sent events",
-                {"200": {"description": "Pages, or `RESYNC`.", "content": {"text/event-stream": {}}}},
+                "Changed documents as server-sent events",
+                {
+                    "200": {
+                        "description": "Pages of documents, or `RESYNC`.",
+                        "content": {"text/event-stream": {}},
+                    }
+                },
                 (404, 410, 429, 501),
                 scope="read",
                 parameters=[

@@ -1,4 +1,4 @@
-"""`_search` and `_aggregate`: questions, answered over everything that was acknowledged."""
+"""`_search` and `_aggregate`, over all acknowledged entries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tailrace.server.openapi.components import (
 )
 
 TAG: Final = "search"
-_BOTH: Final = "A search that ran out of time (`timed_out`), or `request_timeout`."
+_BOTH: Final = "The partial result of a search that timed out (`timed_out`), or `request_timeout`."
 _MOMENT: Final[Json] = {
     "type": ["string", "number"],
     "description": "RFC 3339, nanoseconds as text, or milliseconds as a number.",
@@ -56,7 +56,7 @@ COVERAGE: Final[Json] = obj(
         ),
     },
     {"index_families_used": array(STRING)},
-    description="What the answer rests on. Beside these there are counters of work and time.",
+    description="What was searched, with further counters of work and time.",
 )
 
 SCHEMAS: Final[Json] = {
@@ -65,7 +65,7 @@ SCHEMAS: Final[Json] = {
         {
             "size": {"type": "integer", "minimum": 1, "maximum": 500, "default": 50},
             "sort": array(STRING, maxItems=64),
-            "search_after": {"type": "array", "description": "`next_search_after` of the page before."},
+            "search_after": {"type": "array", "description": "`next_search_after` of the previous page."},
             "timeout_ms": {"type": "number", "minimum": 0},
         },
     ),
@@ -145,8 +145,8 @@ def search_paths() -> Json:
         ),
         query("size", "Hits on a page.", size),
         query("sort", "Comma-separated `field:asc` or `field:desc`; `offset` and `_score` too."),
-        query("search_after", "`next_search_after` of the page before, as JSON."),
-        query("timeout_ms", "Time for the search.", {"type": "number", "minimum": 0}),
+        query("search_after", "`next_search_after` of the previous page, as JSON."),
+        query("timeout_ms", "Timeout of the search.", {"type": "number", "minimum": 0}),
     ]
     example = {"q": "service:checkout status:>=500", "sort": ["status:desc"], "size": 20}
     body = request(schema("SearchRequest"), example, "The search.")
@@ -188,7 +188,7 @@ def _aggregate() -> Json:
     return operation(
         "aggregate",
         TAG,
-        "Add up a rollup over spans of time",
+        "Aggregate a rollup over time intervals",
         {"200": answer("Buckets with their groups and measures.", schema("Aggregate"))},
         (404, 410, 429),
         scope="read",
@@ -215,6 +215,6 @@ def _counters() -> Json:
 
 
 def _number(name: str) -> Json:
-    """Times have a fraction, but for the two that are whole in the body too."""
+    """Times have a fraction, except for two that are integers in the body as well."""
     timed = name.endswith("-ms") and name not in ("search-timeout-ms", "search-took-ms")
     return {"type": "number", "minimum": 0} if timed else COUNT

@@ -1,4 +1,4 @@
-"""The server itself: health, metrics, memory, sealing, and this description."""
+"""The server: health, metrics, memory, sealing, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def server_paths() -> Json:
             "get": operation(
                 "readServerMemory",
                 TAG,
-                "Where memory is",
+                "Memory by subsystem",
                 {"200": answer("As it is now.", schema("ServerMemory"))},
                 scope="manage",
             )
@@ -102,18 +102,18 @@ def server_paths() -> Json:
 
 def _healthy(identifier: str) -> Json:
     return operation(
-        identifier, TAG, "Whether the process runs", {"200": answer("It does.", schema("Health"))}
+        identifier, TAG, "Whether the process is running", {"200": answer("It is running.", schema("Health"))}
     )
 
 
 def _ready() -> Json:
     ready: Json = {"status": "ready", "deployment": "d1", "object_store": "ok"}
-    degraded = answer("They are not; `reason` says why.", schema("Readiness"), headers("Retry-After"))
+    degraded = answer("Not ready; `reason` says why.", schema("Readiness"), headers("Retry-After"))
     return operation(
         "readReadiness",
         TAG,
         "Whether appends and reads are served",
-        {"200": answer("They are.", schema("Readiness"), example=ready), "503": degraded},
+        {"200": answer("Ready.", schema("Readiness"), example=ready), "503": degraded},
     )
 
 
@@ -129,12 +129,14 @@ def _seal() -> Json:
         TAG,
         "Move everything, or one stream, to the object store",
         {
-            "200": answer("It is there.", schema("Sealed"), example={"sealed": True}),
-            "202": answer("It takes longer than a request may: ask again.", schema("Sealed")),
+            "200": answer("Everything is in the object store.", schema("Sealed"), example={"sealed": True}),
+            "202": answer(
+                "Sealing continues after the request timeout: repeat the request.", schema("Sealed")
+            ),
         },
         (404, 409, 410, 429, 507),
         scope="manage",
-        parameters=[query("stream", "Only this one.")],
+        parameters=[query("stream", "Only this stream.")],
     )
 
 
@@ -142,12 +144,12 @@ def _description() -> Json:
     return operation(
         "readDescription",
         TAG,
-        "This description",
+        "The OpenAPI document",
         {
             "200": answer(
                 "OpenAPI 3.1.", obj({"openapi": STRING, "paths": OBJECT}), headers(always=("ETag",))
             ),
-            "304": answer("It has not changed.", head=headers(always=("ETag",))),
+            "304": answer("Not modified.", head=headers(always=("ETag",))),
         },
         parameters=params("if-none-match"),
     )

@@ -55,12 +55,12 @@ SCHEMAS: Final[Json] = {
     ),
     "Observability": obj(
         {"request": obj({}, {"events_stream": STRING, "traces_stream": STRING})},
-        description="Streams that tell of the same requests.",
+        description="The streams with the events and traces of the same requests.",
     ),
 }
 
 _ENTRIES: Final[Json] = {
-    "description": "An array of JSON is a batch: each element is an entry. Every other body is one entry.",
+    "description": "Each element of a JSON array is an entry. Any other body is one entry.",
     "content": {
         "application/json": {"schema": {}, "example": [{"id": 1}, {"id": 2}]},
         "text/plain": {"schema": STRING, "example": "one line\n"},
@@ -87,7 +87,7 @@ def stream_paths() -> Json:
                 "deleteStream",
                 TAG,
                 "Delete a stream",
-                {"204": answer("It is deleted, now or before.")},
+                {"204": answer("Deleted, by this request or an earlier one.")},
                 (404, 405, 410, 429, 507),
                 scope="manage",
             ),
@@ -103,40 +103,42 @@ def stream_paths() -> Json:
 def _create() -> Json:
     shown = headers("Stream-Closed", *_LIFETIME, always=("Stream-Next-Offset",))
     created = headers("Stream-Closed", *_LIFETIME, always=("Stream-Next-Offset", "Location"))
-    forking = "Begin with a prefix of another stream: `/v1/stream/<name>`."
+    forking = "Create a fork of this stream: `/v1/stream/<name>`."
     return operation(
         "createStream",
         TAG,
-        "Create a stream, or confirm that it is as described",
+        "Create a stream, or confirm its configuration",
         {
-            "200": answer("It exists with this configuration.", head=shown),
-            "201": answer("It was created.", head=created),
+            "200": answer("The stream exists with this configuration.", head=shown),
+            "201": answer("The stream was created.", head=created),
         },
         (404, 405, 409, 410, 415, 429, 507),
         scope="write",
         parameters=[
-            param("header", "Stream-TTL", "Idle time after which it expires.", WINDOW, example="7d"),
+            param("header", "Stream-TTL", "Idle time after which the stream expires.", WINDOW, example="7d"),
             param(
                 "header",
                 "Stream-Expires-At",
-                "The instant at which it expires; not together with a TTL.",
+                "The time at which the stream expires; not together with a TTL.",
                 INSTANT,
                 example="2030-01-01T00:00:00Z",
             ),
-            param("header", "Stream-Retention", "Entries that are older go.", WINDOW),
-            param("header", "Stream-Retention-Bytes", "Entries go that have so much newer payload.", WHOLE),
+            param("header", "Stream-Retention", "Entries older than this are trimmed.", WINDOW),
+            param(
+                "header", "Stream-Retention-Bytes", "Entries with this much newer payload are trimmed.", WHOLE
+            ),
             *params("stream-closed", "stream-key", "stream-timestamp"),
             param("header", "Stream-Forked-From", forking, example="/v1/stream/orders"),
             param(
                 "header",
                 "Stream-Fork-Offset",
-                "How much of the source; all of it if left out.",
+                "The position in the source; its tail by default.",
                 {"anyOf": [{"enum": ["-1", "now"]}, OFFSET]},
             ),
-            param("header", "Stream-Fork-Sub-Offset", "So many messages or bytes further.", WHOLE),
+            param("header", "Stream-Fork-Sub-Offset", "This many messages or bytes after the offset.", WHOLE),
         ],
         body=_ENTRIES,
-        more="`Content-Type` is the type of the stream. A fork needs `read` on its source.",
+        more="`Content-Type` is the type of the stream. A fork requires `read` on its source.",
     )
 
 
@@ -153,32 +155,40 @@ def _append() -> Json:
         "Append entries, close the stream, or both",
         {
             "200": answer(
-                "Durable: of a producer, or with a representation. Only the latter has a body.",
+                "Durable; with producer headers, or with a representation. Only the latter has a body.",
                 schema("Acknowledgement"),
                 shown,
                 example,
             ),
-            "204": answer("Durable, or a repetition of what is.", head=done),
+            "204": answer("Durable, or a duplicate of an append that is.", head=done),
         },
         (404, 405, 409, 410, 415, 429, 507),
         scope="write",
         parameters=[
             *params("stream-key", "stream-timestamp", "stream-closed"),
             param(
-                "header", "Stream-Seq", "Must be greater, byte by byte, than the last one.", {"minLength": 1}
+                "header",
+                "Stream-Seq",
+                "Must be greater than the last one, compared as bytes.",
+                {"minLength": 1},
             ),
-            param("header", "Producer-Id", "With epoch and number: exactly once.", {"minLength": 1}),
-            param("header", "Producer-Epoch", "Raised by a producer that restarts.", WHOLE),
-            param("header", "Producer-Seq", "The number of this request, from 0.", WHOLE),
+            param(
+                "header",
+                "Producer-Id",
+                "With epoch and sequence number: exactly-once appends.",
+                {"minLength": 1},
+            ),
+            param("header", "Producer-Epoch", "Incremented when the producer restarts.", WHOLE),
+            param("header", "Producer-Seq", "The sequence number of this request, from 0.", WHOLE),
             param(
                 "header",
                 "Prefer",
-                "`return=representation` asks for a body.",
+                "`return=representation` requests a body.",
                 example="return=representation",
             ),
         ],
         body=_ENTRIES,
-        more="A body needs a `Content-Type`, that of the stream. `Stream-Closed: true` needs no body.",
+        more="A body requires the `Content-Type` of the stream. `Stream-Closed: true` requires no body.",
     )
 
 
@@ -197,7 +207,7 @@ def _read(identifier: str, about: str) -> Json:
     )
     same = headers(*common, "Stream-Up-To-Date", always=("Stream-Next-Offset", "Stream-End-Offset"))
     found = answer(
-        "Entries after the offset; with `live=sse` events until the server ends the answer.", head=page
+        "Entries after the offset; with `live=sse` events until the server ends the response.", head=page
     )
     found["content"] = {
         "application/json": {"schema": array({}), "example": [{"id": 1}, {"id": 2}]},
@@ -212,8 +222,8 @@ def _read(identifier: str, about: str) -> Json:
         about,
         {
             "200": found,
-            "204": answer("Nothing new came during a long-poll, or nothing will.", head=idle),
-            "304": answer("Nothing is new.", head=same),
+            "204": answer("No new entries during a long-poll, or the stream is closed.", head=idle),
+            "304": answer("Not modified.", head=same),
         },
         (404, 410, 426, 429),
         scope="read",
@@ -223,7 +233,7 @@ def _read(identifier: str, about: str) -> Json:
             *keyed,
             *params("if-none-match", "last-event-id"),
         ],
-        more="A live read names an `offset` or `since`. With `live=ws` the answer is a WebSocket.",
+        more="A live read requires `offset` or `since`. With `live=ws` the connection becomes a WebSocket.",
     )
 
 
@@ -235,8 +245,8 @@ def _describe() -> Json:
     return operation(
         "describeStream",
         TAG,
-        "Type, tail, lifetime; renews no TTL",
-        {"200": answer("The stream is there; `Content-Type` is its type.", head=shown)},
+        "Content type, tail and lifetime; does not renew the TTL",
+        {"200": answer("The stream exists; `Content-Type` is its type.", head=shown)},
         (404, 410, 429),
         scope="read",
     )
@@ -250,8 +260,8 @@ def _list() -> Json:
         {"200": answer("A page of descriptors.", array(schema("Stream")), headers("Link"))},
         scope="read",
         parameters=[
-            query("prefix", "Only names that begin so.", example="orders/"),
-            query("after", "Only names behind this one."),
+            query("prefix", "Only names with this prefix.", example="orders/"),
+            query("after", "Only names after this one."),
             query(
                 "limit",
                 "Descriptors on a page.",
@@ -259,7 +269,7 @@ def _list() -> Json:
             ),
             query(
                 "system",
-                "`true` shows the server's own streams too; needs `manage`.",
+                "`true` includes system streams; requires `manage`.",
                 {"enum": ["true", "1", "false"]},
             ),
         ],

@@ -27,7 +27,7 @@ BASE: Final = "/v1/stream/__ds"
 _TEXT_OR_NULL: Final[Json] = nullable(STRING)
 _KIND: Final[Json] = {"enum": ["webhook", "pull-wake"]}
 _LINK: Final[dict[str, Json]] = {"path": STRING, "link_type": STRING, "acked_offset": STRING}
-_LEASE: Final[Json] = {"type": ["integer", "null"], "description": "How long a wake is held."}
+_LEASE: Final[Json] = {"type": ["integer", "null"], "description": "Lease time of a wake in milliseconds."}
 
 SCHEMAS: Final[Json] = {
     "SubscriptionConfig": closed(
@@ -40,7 +40,7 @@ SCHEMAS: Final[Json] = {
             "lease_ttl_ms": _LEASE,
             "description": _TEXT_OR_NULL,
         },
-        description="A pattern or streams; a webhook or a wake stream, as the type says.",
+        description="A pattern or streams; a webhook or a wake stream, according to the type.",
     ),
     "Subscription": obj(
         {
@@ -111,7 +111,7 @@ def subscription_paths() -> Json:
                 "addStreams",
                 TAG,
                 "Add streams by name",
-                {"204": answer("They are covered.")},
+                {"204": answer("The streams are subscribed.")},
                 (404, 409, 429, 507),
                 scope="manage",
                 body=request(schema("StreamNames"), {"streams": ["orders/1"]}, "Names of streams."),
@@ -123,7 +123,7 @@ def subscription_paths() -> Json:
                 "removeStream",
                 TAG,
                 "Remove a stream that was added by name",
-                {"204": answer("It is not covered by name.")},
+                {"204": answer("The stream is not subscribed by name.")},
                 (404, 409, 429, 507),
                 scope="manage",
             ),
@@ -139,7 +139,7 @@ def subscription_paths() -> Json:
         },
         f"{one}/release": {
             "parameters": params("id"),
-            "post": _answering("release", "A pull-wake worker gives the work back"),
+            "post": _answering("release", "A pull-wake worker releases the work"),
         },
     }
 
@@ -151,8 +151,11 @@ def _managing() -> Json:
         "put": operation(
             "createSubscription",
             TAG,
-            "Create a subscription, or confirm that it is as described",
-            {"200": answer("It exists.", shown), "201": answer("It was created.", shown)},
+            "Create a subscription, or confirm its configuration",
+            {
+                "200": answer("The subscription exists.", shown),
+                "201": answer("The subscription was created.", shown),
+            },
             (*errors, 405),
             scope="manage",
             body=request(schema("SubscriptionConfig"), _CONFIG_EXAMPLE, "The configuration."),
@@ -161,7 +164,7 @@ def _managing() -> Json:
             "readSubscription",
             TAG,
             "Show a subscription",
-            {"200": answer("It.", shown)},
+            {"200": answer("The subscription.", shown)},
             (404,),
             scope="read",
         ),
@@ -169,7 +172,7 @@ def _managing() -> Json:
             "deleteSubscription",
             TAG,
             "Remove a subscription",
-            {"204": answer("It is gone, now or before.")},
+            {"204": answer("Removed, by this request or an earlier one.")},
             (409, 429, 507),
             scope="manage",
         ),
@@ -180,20 +183,20 @@ def _claim() -> Json:
     return operation(
         "claimWake",
         TAG,
-        "Take the work of a pull-wake subscription",
-        {"200": answer("The work, and a token to answer with.", schema("Claimed"))},
+        "Claim the work of a pull-wake subscription",
+        {"200": answer("The work, and a token to report progress with.", schema("Claimed"))},
         (404, 409, 429, 507),
         scope="read",
-        body=request(schema("Claim"), {"worker": "worker-1"}, "Who takes it."),
+        body=request(schema("Claim"), {"worker": "worker-1"}, "The worker."),
     )
 
 
 def _answering(identifier: str, about: str) -> Json:
     done: Json
     if identifier == "release":
-        done = {"204": answer("It is given back.")}
+        done = {"204": answer("The work is released.")}
     else:
-        done = {"200": answer("It is noted.", schema("WakeAnswered"))}
+        done = {"200": answer("The progress is stored.", schema("WakeAnswered"))}
     found = operation(
         identifier,
         TAG,
@@ -201,8 +204,8 @@ def _answering(identifier: str, about: str) -> Json:
         done,
         (401, 404, 409, 429, 507),
         scope="",
-        body=request(schema("WakeAnswer"), _ANSWER_EXAMPLE, "How far the worker got."),
-        more="Answered with the token of the wake itself, on every server.",
+        body=request(schema("WakeAnswer"), _ANSWER_EXAMPLE, "The progress of the worker."),
+        more="Requires the token of the wake itself, also on servers without authentication.",
     )
     found["security"] = [{"wake": list[str]()}]
     return found

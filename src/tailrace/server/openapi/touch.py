@@ -1,4 +1,4 @@
-"""`touch/...`: who waits for changes of what, on streams with the `state-protocol` profile."""
+"""`touch/...`: waiting for changes, on streams with the `state-protocol` profile."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def touch_paths() -> Json:
             "get": operation(
                 "readTouchMeta",
                 TAG,
-                "Where touches are, and a cursor to begin with",
-                {"200": answer("As it is now.", schema("TouchMeta"))},
+                "State of touches, and a cursor to start with",
+                {"200": answer("The current state.", schema("TouchMeta"))},
                 _ERRORS,
                 scope="read",
                 parameters=[
-                    query("settle", "`flush` first takes in what was appended.", {"enum": ["flush", ""]}),
-                    query("timeoutMs", "How long that may take.", _TIMEOUT_MS),
+                    query("settle", "`flush` first processes all appended entries.", {"enum": ["flush", ""]}),
+                    query("timeoutMs", "Timeout of the flush.", _TIMEOUT_MS),
                 ],
             ),
         },
@@ -132,8 +132,8 @@ def touch_paths() -> Json:
             "post": operation(
                 "activateTouchTemplates",
                 TAG,
-                "Activate templates: sets of fields by which changes are told",
-                {"200": answer("What is active, and what was denied.", schema("TouchActivation"))},
+                "Activate templates: sets of fields whose changes are reported",
+                {"200": answer("Active and denied templates.", schema("TouchActivation"))},
                 (*_ERRORS, 409, 507),
                 scope="read",
                 body=request(schema("TouchTemplates"), {"templates": [template]}, "The templates."),
@@ -145,13 +145,17 @@ def touch_paths() -> Json:
                 "waitForTouch",
                 TAG,
                 "Wait until one of the keys is touched",
-                {"200": answer("Touched, not touched in time, or a cursor that is too old.", either)},
+                {
+                    "200": answer(
+                        "Touched, not touched before the timeout, or stale (the cursor is too old).", either
+                    )
+                },
                 (*_ERRORS, 409, 507),
                 scope="read",
                 body=request(
                     schema("TouchWait"),
                     {"cursor": "now", "keys": ["00d5a1c0ffee0001"], "timeoutMs": 1000},
-                    "What is waited for.",
+                    "The keys to wait for.",
                 ),
             ),
         },

@@ -1,4 +1,4 @@
-"""Spans from OpenTelemetry."""
+"""Ingestion of OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SCHEMAS: Final[Json] = {
                 maxItems=1024,
             )
         },
-        description="`ExportTraceServiceRequest` of OTLP, as JSON: ids in hex, numbers of 64 bits as text.",
+        description="`ExportTraceServiceRequest` of OTLP as JSON: ids in hex, 64-bit numbers as strings.",
     ),
     "TraceExportAnswer": obj(
         {},
         {"partialSuccess": obj({"rejectedSpans": STRING, "errorMessage": STRING})},
-        description="Empty if every span was stored.",
+        description="Empty if all spans were stored.",
     ),
 }
 
@@ -76,14 +76,14 @@ def trace_paths() -> Json:
             "post": _export("exportTraces", "Store spans in a stream with the `otel-traces` profile"),
         },
         "/v1/traces": {
-            "post": _export("exportTracesByDefault", "Store spans in the stream of the settings"),
+            "post": _export("exportTracesByDefault", "Store spans in the stream of `otlp_traces_stream`"),
         },
     }
 
 
 def _export(identifier: str, about: str) -> Json:
     stored = answer(
-        "What was stored; spans that were not are counted.",
+        "Stored; spans that were rejected are counted.",
         schema("TraceExportAnswer"),
         headers(always=("Stream-Next-Offset",)),
     )
@@ -94,7 +94,7 @@ def _export(identifier: str, about: str) -> Json:
     assert isinstance(stored["content"], dict)
     stored["content"][_PROTOBUF] = {"schema": _BYTES}
     body: Json = {
-        "description": "The export, in either encoding, as it is or with `Content-Encoding: gzip`.",
+        "description": "The export in either encoding, optionally with `Content-Encoding: gzip`.",
         "required": True,
         "content": content,
     }

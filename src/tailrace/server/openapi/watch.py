@@ -1,11 +1,4 @@
-"""OpenAPI: documents, collections, live queries, watch jobs and sources.
-
-What jobs on Spark ask of the watch part of a server.
-
-Sources of changes outside the server.
-
-Documents, collections and live queries.
-"""
+"""OpenAPI: documents, collections, live queries, watch jobs and sources."""
 
 from __future__ import annotations
 
@@ -75,11 +68,11 @@ def _summaries() -> Json:
     return operation(
         "announceWatchJob",
         TAG,
-        "Have summaries of all subscriptions written for a while",
-        {"200": answer("Where they are, and up to where they are complete.", shown)},
+        "Enable summaries of all subscriptions for some time",
+        {"200": answer("Their stream, and the offset up to which they are complete.", shown)},
         (404, 429, 507),
         scope="manage",
-        body=request(given, {"seconds": 90}, "For how long."),
+        body=request(given, {"seconds": 90}, "The duration."),
     )
 
 
@@ -97,13 +90,13 @@ def _view() -> Json:
     return operation(
         "readView",
         TAG,
-        "The rows of a collection as the server has them, tombstones included",
-        {"200": answer("A page of them.", shown)},
+        "The rows of a collection view, including tombstones",
+        {"200": answer("One page.", shown)},
         (404,),
         scope="manage",
         parameters=[
             query("collection", "The collection."),
-            query("after", "The `next` of the page before."),
+            query("after", "The `next` of the previous page."),
         ],
     )
 
@@ -127,14 +120,16 @@ def _corrections() -> Json:
     return operation(
         "correctView",
         TAG,
-        "Put documents right that the view has otherwise than the log",
-        {"200": answer("What became of each.", obj({"results": array(_RESULT)}))},
+        "Correct documents of a view that differ from the log",
+        {"200": answer("The result of each write.", obj({"results": array(_RESULT)}))},
         (404, 429, 507),
         scope="manage",
         body=request(
-            given, {"collection": "orders", "name": "rescan-1", "corrections": [wrong]}, "How they should be."
+            given,
+            {"collection": "orders", "name": "rescan-1", "corrections": [wrong]},
+            "The documents as in the log.",
         ),
-        more="A document that was written meanwhile is left alone. A repeat has no effect.",
+        more="A document that was written in the meantime is not changed. Idempotent.",
     )
 
 
@@ -145,11 +140,11 @@ def _statistics() -> Json:
     return operation(
         "noteWatchStatistics",
         TAG,
-        "Tell how good the Bloom filter is that a job has made",
-        {"200": answer("It is noted.", shown)},
+        "Report the quality of a Bloom filter that a job has built",
+        {"200": answer("The ratio is stored.", shown)},
         (404, 429, 507),
         scope="manage",
-        body=request(given, example, "What was found."),
+        body=request(given, example, "The measured counts."),
     )
 
 
@@ -201,7 +196,7 @@ def watch_source_paths() -> Json:
             "get": operation(
                 "listSources",
                 TAG,
-                "All sources of a database",
+                "List the sources of a database",
                 {"200": answer("The sources.", obj({"sources": array(_SOURCE)}))},
                 (404,),
                 scope="manage",
@@ -212,7 +207,7 @@ def watch_source_paths() -> Json:
             "get": operation(
                 "getSource",
                 TAG,
-                "What a source is set to, and how it is doing",
+                "Configuration and status of a source",
                 {"200": answer("The source.", _SOURCE)},
                 (404,),
                 scope="manage",
@@ -221,11 +216,11 @@ def watch_source_paths() -> Json:
             "delete": operation(
                 "removeSource",
                 TAG,
-                "Follow a source no more, and drop the slot it had",
-                {"200": answer("What became of the slot.", _removed())},
+                "Remove a source and drop its replication slot",
+                {"200": answer("Whether the slot was dropped.", _removed())},
                 (404, 429, 507),
                 scope="manage",
-                parameters=[query("keepSlot", "`1`: leave the slot.", {"enum": ["0", "1"]})],
+                parameters=[query("keepSlot", "`1`: do not drop the slot.", {"enum": ["0", "1"]})],
             ),
         },
         "/v1/databases/{db}/sources/{source}/resync": {
@@ -233,8 +228,8 @@ def watch_source_paths() -> Json:
             "post": operation(
                 "resyncSource",
                 TAG,
-                "Copy everything again",
-                {"202": answer("It has begun.", _SOURCE)},
+                "Reload everything from the source",
+                {"202": answer("The reload has started.", _SOURCE)},
                 (404, 429, 507),
                 scope="manage",
             ),
@@ -266,10 +261,10 @@ def _put() -> Json:
         "putSource",
         TAG,
         "Follow a PostgreSQL or MongoDB database, or a stream",
-        {"201": answer("It is new.", _SOURCE), "200": answer("It is as asked.", _SOURCE)},
+        {"201": answer("Created.", _SOURCE), "200": answer("Changed, or unchanged.", _SOURCE)},
         (404, 409, 429, 501, 507),
         scope="manage",
-        body=request(given, _EXAMPLE, "What to follow. Secrets are named, never given."),
+        body=request(given, _EXAMPLE, "The source. Secrets are referenced, never included."),
     )
 
 
@@ -282,10 +277,10 @@ _PATH: Final = param("path", "path", "An even number of segments, such as `order
 _WRITE_ID: Final = param(
     "header",
     "Idempotency-Key",
-    "A repeat within ten minutes gets the first answer; another request under it is 409.",
+    "A repeat within ten minutes gets the first response; another request with the same key gets 409.",
     {"type": "string", "minLength": 1, "maxLength": 128},
 )
-_IF_MATCH: Final = param("header", "If-Match", "The version it has to have, in quotes, or `*`.")
+_IF_MATCH: Final = param("header", "If-Match", "The required version, in quotes, or `*`.")
 _IF_NONE: Final = param("header", "If-None-Match", "`*`: only if it does not exist.", {"const": "*"})
 _RULE: Final[Json] = {"type": ["string", "null"], "maxLength": 4096}
 _WINDOW: Final[Json] = {"type": ["string", "null"], "pattern": "^(0|[1-9][0-9]{0,8})[smhd]?$"}
@@ -296,7 +291,7 @@ _FIELD: Final[dict[str, Json]] = {
 }
 
 _PAGE: Final = [
-    query("after", "Only names behind this one."),
+    query("after", "Only names after this one."),
     query("limit", "Rows on a page.", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}),
 ]
 _STATE: Final[Json] = {"enum": ["live", "loading", "lagging", "stale"]}
@@ -416,7 +411,7 @@ def watch_paths() -> Json:
                 "get": operation(
                     "getDatabaseStatus",
                     TAG,
-                    "How the collections of a database do, and why",
+                    "Status of the collections of a database, with reasons",
                     {"200": answer("The database.", schema("DatabaseStatus"))},
                     (404,),
                     scope="read",
@@ -429,7 +424,7 @@ def watch_paths() -> Json:
                     "writeDocuments",
                     TAG,
                     "Write several documents with one commit",
-                    {"200": answer("What became of each.", schema("DocumentResults"))},
+                    {"200": answer("The result of each write.", schema("DocumentResults"))},
                     (404, 409, 415, 429, 501, 507),
                     scope="write",
                     parameters=[_WRITE_ID],
@@ -449,13 +444,13 @@ def watch_paths() -> Json:
                     "queryDocuments",
                     TAG,
                     "Documents that match now",
-                    {"200": answer("A page of them.", schema("DocumentPage"))},
+                    {"200": answer("One page.", schema("DocumentPage"))},
                     (404, 415, 429, 501),
                     scope="read",
                     body=request(
                         schema("DocumentQuery"),
                         {"collection": "orders", "where": "doc.total > 3", "limit": 10},
-                        "What to look for.",
+                        "The query.",
                     ),
                 ),
             },
@@ -469,7 +464,7 @@ def _collection() -> Json:
         "get": operation(
             "getCollection",
             TAG,
-            "What is set about a collection, and how far it is",
+            "Configuration and progress of a collection",
             {"200": answer("The collection.", schema("Collection"))},
             (404,),
             scope="read",
@@ -479,7 +474,7 @@ def _collection() -> Json:
             "deleteCollection",
             TAG,
             "Delete a collection with all its documents and changes",
-            {"204": answer("It is gone.")},
+            {"204": answer("Deleted.")},
             (404, 409, 429, 507),
             scope="manage",
         ),
@@ -515,15 +510,15 @@ def _realtime() -> Json:
                 errors,
                 scope="read",
                 parameters=[
-                    query("database", "The database, if there is a choice."),
-                    query("collection", "The collection; left out with a ticket."),
+                    query("database", "The database, if there are several."),
+                    query("collection", "The collection; not with a ticket."),
                     query("filters", "A JSON array of filters."),
                     query("where", "An expression."),
-                    query("snapshot", "`1`: send what there is first.", {"enum": ["0", "1"]}),
+                    query("snapshot", "`1`: first send all matching documents.", {"enum": ["0", "1"]}),
                     query("includeData", "`0`: events without data.", {"enum": ["0", "1"]}),
-                    query("autoResync", "`1`: begin again by itself.", {"enum": ["0", "1"]}),
-                    query("cursor", "An `id` to go on from, as `Last-Event-ID`."),
-                    query("ticket", "What a POST gave."),
+                    query("autoResync", "`1`: resynchronise automatically.", {"enum": ["0", "1"]}),
+                    query("cursor", "The `id` to continue from, as `Last-Event-ID`."),
+                    query("ticket", "The ticket of a POST."),
                 ],
             ),
             "post": operation(
@@ -541,7 +536,7 @@ def _realtime() -> Json:
                 },
                 errors,
                 scope="read",
-                body=request(given, example, "What to watch."),
+                body=request(given, example, "The queries."),
             ),
         },
     }
@@ -552,7 +547,7 @@ def _list_databases() -> Json:
         "listDatabases",
         TAG,
         "List the databases that the caller may read, by name",
-        {"200": answer("A page of them.", array(schema("DatabaseListed")), headers("Link"))},
+        {"200": answer("One page.", array(schema("DatabaseListed")), headers("Link"))},
         scope="read",
         parameters=_PAGE,
     )
@@ -563,7 +558,7 @@ def _list_collections() -> Json:
         "listCollections",
         TAG,
         "List the collections of a database, by name",
-        {"200": answer("A page of them.", array(schema("CollectionListed")), headers("Link"))},
+        {"200": answer("One page.", array(schema("CollectionListed")), headers("Link"))},
         (404,),
         scope="read",
         parameters=_PAGE,
@@ -576,7 +571,7 @@ def _create_database() -> Json:
         "createDatabase",
         TAG,
         "Create a database",
-        {"201": answer("It is new.", shown), "200": answer("It was there.", shown)},
+        {"201": answer("Created.", shown), "200": answer("The database exists.", shown)},
         (429, 507),
         scope="manage",
     )
@@ -615,10 +610,10 @@ def _put_collection() -> Json:
         "setCollection",
         TAG,
         "Create a collection, or change its rules",
-        {"201": answer("It is new.", shown), "200": answer("It is as asked.", shown)},
+        {"201": answer("Created.", shown), "200": answer("Changed, or unchanged.", shown)},
         (404, 409, 429, 501, 507),
         scope="manage",
-        body=request(given, {"partitions": 4, "readRule": "doc.public == true"}, "What to set."),
+        body=request(given, {"partitions": 4, "readRule": "doc.public == true"}, "The configuration."),
     )
 
 
@@ -640,7 +635,7 @@ def _document() -> Json:
             "A document",
             {
                 "200": answer("The document.", schema("Document"), tagged),
-                "304": answer("It has not changed.", head=tagged),
+                "304": answer("Not modified.", head=tagged),
             },
             (404, 501),
             scope="read",
@@ -651,8 +646,8 @@ def _document() -> Json:
             TAG,
             "Create or replace a document",
             {
-                "201": answer("It is new.", written, tagged),
-                "200": answer("It was replaced.", written, tagged),
+                "201": answer("Created.", written, tagged),
+                "200": answer("Replaced.", written, tagged),
             },
             errors,
             scope="write",
@@ -663,7 +658,7 @@ def _document() -> Json:
             "patchDocument",
             TAG,
             "Change some fields of a document",
-            {"200": answer("It was changed.", written, tagged)},
+            {"200": answer("Changed.", written, tagged)},
             errors,
             scope="write",
             parameters=[_WRITE_ID, _IF_MATCH],
@@ -673,7 +668,7 @@ def _document() -> Json:
             "deleteDocument",
             TAG,
             "Delete a document",
-            {"204": answer("It is gone.", head=tagged)},
+            {"204": answer("Deleted.", head=tagged)},
             errors,
             scope="write",
             parameters=[_WRITE_ID, _IF_MATCH],
