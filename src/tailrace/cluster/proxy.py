@@ -123,7 +123,7 @@ class ProxyApp:
             self._send(owner, exchange, 1)
 
     def _move(self, owner: int, exchange: Exchange) -> None:
-        if not exchange.answered and not self._handover.give(exchange, self._handover_sockets[owner]):
+        if not exchange.answered and not self._handover.hand_over(exchange, self._handover_sockets[owner]):
             self._send(owner, exchange, 1)
 
     # -- routing -----------------------------------------------------------------------------------------

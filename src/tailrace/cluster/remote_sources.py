@@ -119,7 +119,7 @@ class RemoteOrigin:
         await self.request(SourceRequest(self._name, after, bytes_max, entries_max))
         return [OriginEntry(*row) for row in self._response.entries]
 
-    async def news(self) -> None:
+    async def wait_for_entries(self) -> None:
         await self.request(SourceRequest(self._name, known=self._response.visible))
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class EventSender:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._log.publisher.on_own_streams.append(self._on_new_events)
+        self._log.publisher.on_system_append.append(self._on_new_events)
         self._tasks = [asyncio.create_task(self._run(name)) for name in SYSTEM_STREAMS]
 
     async def stop(self) -> None:

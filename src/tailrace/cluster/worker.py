@@ -110,7 +110,7 @@ class WorkerServer(Server):
         if self.index == FIRST_WORKER:
             self._cluster_pipeline = pipeline.ClusterPipeline(self.pipeline, cluster, self._fork_locations)
             self._proxy.pipeline = self._cluster_pipeline.serve
-            self.watch.sources.elsewhere = remote_sources.RemoteOrigins(
+            self.watch.sources.open_remote = remote_sources.RemoteOrigins(
                 self.log, cluster, self._fork_locations
             ).find
         self._feed = feed.TailFeed(self.log, loop, self.app.guard.check)
@@ -173,7 +173,7 @@ class WorkerServer(Server):
             **dict.fromkeys(pipeline.PART_PATHS, self._local_pipeline.respond),
         }
         self._inner = HttpServer(inner, peer_limits(self._setup.settings.limits))
-        self._proxy.on_forget.append(self._inner.heads_known.clear)
+        self._proxy.on_forget.append(self._inner.cached_heads.clear)
         self.app.rates.peer_listener = self._inner
         await self._inner.start_unix(self._setup.socket(self.index))
 
@@ -183,7 +183,7 @@ class WorkerServer(Server):
         self._adoption = HandoverReceiver(
             self._http, self._setup.handover_socket(self.index), asyncio.get_running_loop()
         )
-        self._proxy.on_forget.append(self._http.heads_known.clear)
+        self._proxy.on_forget.append(self._http.cached_heads.clear)
 
     async def drain_clients(self) -> None:
         """First phase of the shutdown: finish client requests while all workers are still running."""

@@ -168,8 +168,8 @@ class TailraceApp:
 
     def use_index_files(self, files: IndexFileService) -> None:
         """Set the index files of search, filtered reads and routing keys."""
-        self.search.searcher.library = files.library
-        self.filtered.library = files.library
+        self.search.searcher.catalogue = files.catalogue
+        self.filtered.catalogue = files.catalogue
         self.routing_keys.listing.lexicons = files.keys
 
     def _profile_changed(self, stream: Stream) -> None:
@@ -373,9 +373,9 @@ class CredentialWatch:
         self.poll()
 
     def poll(self) -> None:
-        if not self._verifier.changed():
+        if not self._verifier.poll_changes():
             return
-        closed = self._app.recheck(self._verifier.stands)
+        closed = self._app.recheck(self._verifier.is_valid)
         self.closed += closed
         if closed:
             auth_logger.info("closed connections with revoked tokens", extra=log_fields(connections=closed))

@@ -98,7 +98,7 @@ class IdentityRoutes:
     def _show_keys(self, exchange: Exchange) -> None:
         book = self._required_verifier.book
         self._respond_later(
-            exchange, book.listed, lambda found: (200, {"keys": [key.shown() for key in found.keys]})
+            exchange, book.read_records, lambda found: (200, {"keys": [key.to_public() for key in found.keys]})
         )
 
     def _create_key(self, exchange: Exchange, identity: Identity) -> None:
@@ -116,7 +116,7 @@ class IdentityRoutes:
 
         def build_response(_: None) -> tuple[int, Json]:
             logger.info("API key created", extra=log_fields(key=key.id, sub=key.sub, by=identity.sub))
-            return 201, {"key": text, **key.shown()}
+            return 201, {"key": text, **key.to_public()}
 
         self._respond_later(exchange, lambda: book.add_key(key), build_response)
 
@@ -138,7 +138,7 @@ class IdentityRoutes:
             shown = [msgspec.to_builtins(one) for one in listed[:LISTED_MAX]]
             return 200, {"total": len(listed), "revocations": shown}
 
-        self._respond_later(exchange, self._required_verifier.book.listed, build_response)
+        self._respond_later(exchange, self._required_verifier.book.read_records, build_response)
 
     def _respond_revoked(
         self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]
@@ -155,7 +155,7 @@ class IdentityRoutes:
 
         async def renew() -> None:
             # On a thread: hashing tens of thousands of them would block the event loop.
-            self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.marks())))
+            self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.hashes())))
             self._respond_marks(exchange)
 
         self._spawn(renew())

@@ -236,7 +236,7 @@ def _sync_timing(distribution: Histogram) -> tuple[int, float]:
 
 def _object_store_calls(node: ServerParts, kind: str) -> tuple[int, float]:
     """Requests of the sealer and of the readers to the object store."""
-    books = [node.sealing.book, *(parts.book for parts in node.readers)]
+    books = [node.sealing.request_stats, *(parts.book for parts in node.readers)]
     timings = [recorder.timing(kind) for recorder in books]
     return sum(timing.calls for timing in timings), sum(timing.seconds for timing in timings)
 
@@ -405,7 +405,7 @@ class MetricsWriter:
             return
         window = MetricInterval(self._since_ms, self._now_ms())
         self._since_ms = window.end_ms
-        records = self._recorder.records(window, *traffic.take(), served.take())
+        records = self._recorder.records(window, *traffic.drain(), served.drain())
         if not records:
             return
         entries = [orjson.dumps(record) for record in records]

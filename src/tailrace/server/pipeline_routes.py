@@ -468,7 +468,7 @@ class PipelineRoutes:
     async def _rebuild(self, request: RebuildRequest) -> Json:
         """Unlist index files, so that they are built again; searches scan in the meantime."""
         stream = self._log.readable(request.stream)
-        known = await self._log.catalogue.of(stream)
+        known = await self._log.catalogue.load(stream)
         if request.family is not None and request.family not in FAMILIES:
             raise TailraceError("invalid_request", f"family must be one of {', '.join(FAMILIES)}")
         keys = [one.object for one in known.companions if request.family in (None, one.family)]

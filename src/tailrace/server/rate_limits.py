@@ -79,7 +79,7 @@ class IdentityRateLimiter:
 
     def _counts(self, identity: Identity, exchange: Exchange) -> bool:
         """False for parts of this server, and for requests that another worker has counted."""
-        if identity.vouched_by.startswith("grant "):
+        if identity.credential.startswith("grant "):
             return False
         return ALONE_HEADER not in exchange.headers or exchange.connection.server is not self.peer_listener
 

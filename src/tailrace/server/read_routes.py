@@ -258,7 +258,7 @@ class ReadRoutes:
         bytes_max, entries_max = request.bytes_max, request.entries_max
         contract = self._live.contracts.get(stream.visible_documents)
         if contract is not None and contract.promotes_behind(request.start):
-            page_limits = self._live.contracts.page_of(stream, request.start, self._limits)
+            page_limits = self._live.contracts.page_limits(stream, request.start, self._limits)
             bytes_max, entries_max = min(bytes_max, page_limits[0]), min(entries_max, page_limits[1])
         page = await self._log.reader.read_labelled(stream, request.start, bytes_max, entries_max, key)
         numbers, labels = page.entries(), page.labels
@@ -292,7 +292,7 @@ class ReadRoutes:
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
             return
-        self._respond_page(exchange, request, page, contract.mark(page))
+        self._respond_page(exchange, request, page, contract.version_tag(page))
 
     async def _respond_later(
         self, exchange: Exchange, request: ReadRequest, work: Coroutine[None, None, PageResponder]
@@ -339,7 +339,7 @@ class ReadRoutes:
         if self.filtered.try_scan(request.stream, scan, key):
             self._respond_scan(exchange, request, scan)
         else:
-            until = self.filtered.patience(exchange.started)
+            until = self.filtered.scan_deadline(exchange.started)
             self._spawn(self._respond_later(exchange, request, self._filter_page(request, scan, key, until)))
 
     async def _filter_page(

@@ -80,7 +80,7 @@ class RequestObserver:
             handle(exchange)
             return
         seen = _ObservedRequest(self, span)
-        exchange.watch_answer(seen.on_response)
+        exchange.observe_response(seen.on_response)
         queued_bytes = self._committer.queued_bytes
         handle(exchange)
         seen.commits = self._committer.queued_bytes != queued_bytes

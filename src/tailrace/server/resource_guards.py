@@ -275,7 +275,7 @@ class MemoryGuard:
         if not log.checkpoint_pending and log.committer.idle and log.refusal is None:
             if log.streams.memory_bytes + log.streams.document_bytes > MOVE_BYTES:
                 # Move recent entries to the hot store early; then idle streams and their documents can go.
-                log.move_on()
+                log.rotate_journal()
         now_s = self._loop.time()
         if now_s - self._collected_s >= COLLECT_S:
             self._collected_s = now_s

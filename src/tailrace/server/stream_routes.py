@@ -424,7 +424,7 @@ class StreamRoutes:
         try:
             async with asyncio.timeout(self._limits.request_ms / 1000):
                 while needed is not None:
-                    fetched.append(await self._log.reader.bring(needed.missing))
+                    fetched.append(await self._log.reader.fetch_block(needed.missing))
                     needed = None
                     try:
                         self._log.create(request, self._respond_create, exchange, fetched)

@@ -187,7 +187,7 @@ class Tracing:
         reads[("dropped",)] = lambda: self._exporter.dropped
 
     def connect(self, sealing: SealingService, pipeline: PipelineState, webhooks: WebhookSender) -> None:
-        sealing.runs.on_run = self.tracer.record_seal
+        sealing.dispatcher.on_run = self.tracer.record_seal
         pipeline.on_heartbeat = self.tracer.record_heartbeat
         webhooks.trace = self.tracer.webhook
 

@@ -86,7 +86,7 @@ class ServerClient:
         self._http.close()
 
     def send(self, request: wire.HttpRequest) -> wire.HttpResponse:
-        return self._port.run(exchange(request, Backoff(self._retries))).answer
+        return self._port.run(exchange(request, Backoff(self._retries))).response
 
     # -- streams ---------------------------------------------------------------------------------------
 
