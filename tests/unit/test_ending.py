@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys
-from tailrace import ending
+from tailrace.common.process import run_and_exit
 
 class Late:
     def __del__(self):
@@ -22,7 +22,7 @@ def program():
     print("said", end=" ")
     {last}
 
-ending.run(program)
+run_and_exit(program)
 """
 
 
