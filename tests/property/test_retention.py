@@ -92,8 +92,8 @@ def test_what_is_kept_is_what_is_shown_and_what_forks_show(
     expected = entries_of([*runs, (earliest, FOREVER)])
     asked = set(range(first, first + more + 1))
 
-    assert kept.some(first, first + more) == bool(asked & expected)
-    assert kept.all(first, first + more) == (asked <= expected)
+    assert kept.overlaps(first, first + more) == bool(asked & expected)
+    assert kept.contains(first, first + more) == (asked <= expected)
     assert entries_of(list(kept.gaps())) == set(range(1, 41)) - expected
     assert entries_of(merge_entry_ranges(runs)) == entries_of(runs)
 

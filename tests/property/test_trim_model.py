@@ -199,7 +199,7 @@ class TrimMachine(RuleBasedStateMachine):
         """What is over a bound goes, and nothing else."""
         now_ns = self.log.clock.now_ns()
         found = scan_due_streams(self.log.log.store, START, [], now_ns)
-        for number, earliest_was, trim in found.wanted:
+        for number, earliest_was, trim in found.candidates:
             stream = self.log.log.streams.get(number)
             if stream is None or stream.removed or stream.earliest != earliest_was:
                 continue

@@ -77,19 +77,19 @@ def test_streams_are_due_when_their_oldest_segment_is(log: LogHarness) -> None:
     (now, first), (over_ns, second) = log.log.store.db.trims.due_after(*START, 10)
     assert (now, first, second) == (0, sized.number, aged.number)
     found = scan_due_streams(log.log.store, START, [], over_ns - 1)
-    assert (found.wanted, found.unsealed, found.next_ns) == ([], [sized.number], over_ns)
+    assert (found.candidates, found.unsealed, found.next_ns) == ([], [sized.number], over_ns)
     found = scan_due_streams(log.log.store, found.seen, [], over_ns)
-    assert (found.wanted, found.unsealed, found.next_ns) == ([], [aged.number], None)
+    assert (found.candidates, found.unsealed, found.next_ns) == ([], [aged.number], None)
     for stream in (aged, sized, unbound):
         seal(log, stream, (1, 2), (3, 4), (5, 6))
     fold(log)
     over_ns = CREATED_NS + 2 + 60 * SECOND_NS
     assert log.log.store.db.trims.due_after(*START, 10) == [(0, sized.number), (over_ns, aged.number)]
     found = scan_due_streams(log.log.store, START, [], over_ns - 1)
-    assert [(wanted.number, wanted.trim.earliest) for wanted in found.wanted] == [(sized.number, 4)]
+    assert [(wanted.number, wanted.trim.earliest) for wanted in found.candidates] == [(sized.number, 4)]
     assert (found.seen, found.next_ns) == ((0, sized.number), over_ns)
     found = scan_due_streams(log.log.store, found.seen, [], over_ns)
-    assert [(wanted.number, wanted.trim.earliest) for wanted in found.wanted] == [(aged.number, 2)]
+    assert [(wanted.number, wanted.trim.earliest) for wanted in found.candidates] == [(aged.number, 2)]
     for trim in (Trim(aged.number, 2, 24), Trim(sized.number, 4, 48)):
         log.call(log.log.record_objects, trim)
     log.settle()
@@ -108,9 +108,9 @@ def test_one_look_does_a_bounded_number_of_streams(log: LogHarness) -> None:
         seal(log, stream, (1, 1))
     fold(log)
     first = scan_due_streams(log.log.store, START, [], 5)
-    assert (len(first.wanted), first.next_ns) == (SCAN_COUNT, 5)
+    assert (len(first.candidates), first.next_ns) == (SCAN_COUNT, 5)
     second = scan_due_streams(log.log.store, first.seen, [], 5)
-    assert (len(second.wanted), second.next_ns) == (1, None)
+    assert (len(second.candidates), second.next_ns) == (1, None)
 
 
 def test_a_store_of_an_older_version_gets_its_book_of_forks(log: LogHarness) -> None:
@@ -141,9 +141,9 @@ def test_a_fork_without_sealed_entries_is_looked_at_again(log: LogHarness) -> No
     fork = put(log, "fork", Lifetime(retention_bytes=0), "source", 4)
     fold(log)
     assert log.log.store.db.trims.due_after(*START, 10) == [(0, fork.number)]
-    assert scan_due_streams(log.log.store, START, [], 5).wanted == []
+    assert scan_due_streams(log.log.store, START, [], 5).candidates == []
     seal(log, source, (1, 2), (3, 4))
     fold(log)
-    (wanted,) = scan_due_streams(log.log.store, START, [], 5).wanted
+    (wanted,) = scan_due_streams(log.log.store, START, [], 5).candidates
     # Nothing of it is the fork's own, so it gets no smaller by it.
     assert (wanted.number, wanted.trim.earliest, wanted.trim.payload_bytes) == (fork.number, 4, 0)

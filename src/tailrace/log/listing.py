@@ -3,7 +3,7 @@
 A listing merges two ordered sources: the hot store's name index and the names changed since the checkpoint.
 
 After a restore the last messages of `__registry__` may be missing, so it is published again: a `reset`, which
-tells readers to discard their state, then all streams. That this is due is a fact of the log, so a server
+makes readers discard their state, then all streams. That this is due is a fact of the log, so a server
 that is killed in between starts over. With several logs each publishes its own streams; the control messages
 are written only by the log without a suffix.
 """

@@ -102,15 +102,15 @@ class CheckpointService:
                 await self._wake.wait()
             while self._files:
                 seq, end = self._files[0]
-                answer = await self._ask(f"{seq} {end}")
-                if answer == f"done {seq}":
+                response = await self._request(f"{seq} {end}")
+                if response == f"done {seq}":
                     self._files.popleft()
                     self.done += 1
                     self._log.checkpoint_pending = bool(self._files)
                     self._log.checkpointed(seq)
                     continue
                 self.failures += 1
-                fields = log_fields(file=seq, error=answer or "the process exited")
+                fields = log_fields(file=seq, error=response or "the process exited")
                 logger.error("checkpoint failed, retrying", extra=fields)
                 await asyncio.sleep(RETRY_S)
             self._wake.clear()
@@ -119,15 +119,15 @@ class CheckpointService:
         """Returns free pages of the hot store to the file system, in steps, while no journal file waits."""
         loop = asyncio.get_running_loop()
         while not self._wake.is_set() and loop.time() >= self._vacuum_after_s and self._vacuum_due():
-            answer = await self._ask(f"vacuum {int(self._disk_short)}")
+            response = await self._request(f"vacuum {int(self._disk_short)}")
             self._rebuilding = False
-            verdict, _, detail = answer.partition(" ")
+            verdict, _, detail = response.partition(" ")
             if verdict == "vacuumed" and int(detail) > 0:
                 logger.debug("hot store vacuumed", extra=log_fields(pages=int(detail)))
                 continue
             if verdict != "vacuumed":
                 self.failures += 1
-                fields = log_fields(error=answer or "the process exited")
+                fields = log_fields(error=response or "the process exited")
                 logger.error("hot store vacuum failed", extra=fields)
             self._vacuum_after_s = loop.time() + VACUUM_RETRY_S
             loop.call_later(VACUUM_RETRY_S, self._wake.set)
@@ -141,7 +141,7 @@ class CheckpointService:
         self._rebuilding = due and not space.incremental
         return due
 
-    async def _ask(self, line: str) -> str:
+    async def _request(self, line: str) -> str:
         """The child's response; empty if it exited, `failed` if the line could not be sent."""
         try:
             if self._child is None or self._child.returncode is not None:

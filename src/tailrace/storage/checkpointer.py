@@ -9,8 +9,8 @@ shrinks the file by itself. Pages are moved from the end of the file and the end
 steps and only while no journal file waits. A file created by an older version has no pointer map and is
 rebuilt once within the write-ahead log, so that a crash leaves either the old or the new content.
 
-Protocol, one line each: `<file> <end>` is answered by `done <file>` or `failed <file> <why>`; `vacuum <1 if
-the disk is nearly full>` by `vacuumed <pages>` or `failed vacuum <why>`; `stop` ends a vacuum early and has
+Protocol, one line each: `<file> <end>` has the response `done <file>` or `failed <file> <why>`; `vacuum <1 if
+the disk is nearly full>` has `vacuumed <pages>` or `failed vacuum <why>`; `stop` ends a vacuum early and has
 no response. The process exits at the end of its input.
 """
 
@@ -75,8 +75,8 @@ REBUILD_MARGIN_BYTES: Final = 1024 * 1024
 
 def excess_pages(space: FileSpace, *, short: bool) -> int:
     """Free pages to return; all of them if the disk is `short` of space."""
-    kept = 0 if short else max(SLACK_BYTES, int(space.used_bytes * SLACK_SHARE)) // space.page_bytes
-    return max(0, space.free_pages - kept)
+    retained = 0 if short else max(SLACK_BYTES, int(space.used_bytes * SLACK_SHARE)) // space.page_bytes
+    return max(0, space.free_pages - retained)
 
 
 def is_vacuum_due(space: FileSpace, *, short: bool) -> bool:
@@ -242,8 +242,8 @@ class ObjectStoreChanges:
             if not stream.earliest:
                 continue
             db.companions.trim(number, stream.earliest)
-            kept = RetainedRanges(stream.earliest, reached_by_forks(db, stream))
-            dropped = sum(db.cold.drop_segments(number, behind, upto) for behind, upto in kept.gaps())
+            retained = RetainedRanges(stream.earliest, reached_by_forks(db, stream))
+            dropped = sum(db.cold.drop_segments(number, behind, upto) for behind, upto in retained.gaps())
             if dropped or number in self._trimmed:
                 db.trims.put_pending(number, self._file)
 
@@ -449,7 +449,7 @@ class CommandReader:
                 self._interruptible = None
 
 
-def write_answer(line: str) -> None:
+def write_response(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -468,14 +468,14 @@ def main() -> None:
             if name == "vacuum":
                 with orders.may_interrupt(store.db):
                     given_back = vacuum_step(data_dir, store.db, short=argument == "1")
-                write_answer(f"vacuumed {given_back}")
+                write_response(f"vacuumed {given_back}")
             else:
                 checkpoint_file(data_dir, store, int(name), int(argument), tombstone_ns)
-                write_answer(f"done {name}")
+                write_response(f"done {name}")
         except apsw.InterruptError:
-            write_answer("vacuumed 0")
+            write_response("vacuumed 0")
         except Exception as error:  # noqa: BLE001 - reported to the server, which tries again
-            write_answer(f"failed {name} {type(error).__name__}: {error}".replace("\n", " "))
+            write_response(f"failed {name} {type(error).__name__}: {error}".replace("\n", " "))
 
 
 if __name__ == "__main__":

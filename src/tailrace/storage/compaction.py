@@ -231,8 +231,8 @@ def _check_sums(joined: SegmentInfo, inputs: Sequence[SegmentInfo]) -> None:
         following = info.last + 1
     if following != joined.last + 1:
         raise TailraceError("range_conflict", "the entries of the new segment differ from its inputs")
-    told = (joined.payload_bytes, joined.first_ns, joined.last_ns)
-    if told != (sum(info.payload_bytes for info in inputs), inputs[0].first_ns, inputs[-1].last_ns):
+    reported = (joined.payload_bytes, joined.first_ns, joined.last_ns)
+    if reported != (sum(info.payload_bytes for info in inputs), inputs[0].first_ns, inputs[-1].last_ns):
         raise TailraceError("range_conflict", "the bytes or times of the new segment differ from its inputs")
 
 
@@ -341,10 +341,10 @@ def _segment_problems(raw: bytes, joined: SegmentInfo, facts: StreamFacts) -> li
 
     problems = check_segment(raw, joined)
     try:
-        told = file_footer(raw).facts
+        recorded = file_footer(raw).facts
     except CorruptSegmentError:
         return problems  # already reported
-    if (told.get("name"), told.get("stream_id")) != (facts.name, facts.stream_id):
+    if (recorded.get("name"), recorded.get("stream_id")) != (facts.name, facts.stream_id):
         problems.append("it belongs to another stream")
     return problems
 

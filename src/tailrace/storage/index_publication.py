@@ -91,8 +91,8 @@ def decide_quarantine(
 ) -> AcceptedPublication:
     """Segments that cannot be joined: they are not what was recorded."""
     given_up = _quarantined(offer, _input_segments(offer, segments), now_ns)
-    told = {one.object for one in known.quarantined}
-    return AcceptedPublication(quarantined=tuple(one for one in given_up if one.object not in told))
+    known_objects = {one.object for one in known.quarantined}
+    return AcceptedPublication(quarantined=tuple(one for one in given_up if one.object not in known_objects))
 
 
 def relative_key(key: str, stream_id: str) -> str:
@@ -195,8 +195,8 @@ def _accept_segments(
             message = f"entries {info.first} to {info.last} would have no {', '.join(missing)}"
             raise TailraceError("range_conflict", message)
     _check_replaced(gone, plan, coverage)
-    told = {(one.object, one.plan_hash, one.code) for one in known.quarantined}
-    fresh = [one for one in given_up if (one.object, one.plan_hash, one.code) not in told]
+    known_quarantine = {(one.object, one.plan_hash, one.code) for one in known.quarantined}
+    fresh = [one for one in given_up if (one.object, one.plan_hash, one.code) not in known_quarantine]
     if not new:
         return AcceptedPublication(quarantined=tuple(fresh))
     # Quarantined segments that could be built after all, and files of older plans that are replaced.

@@ -449,21 +449,21 @@ def find_index_work(
     if scope.schema is not None:
         cuts.update(version_cuts(scope.schema))
     unsound = {one.object for one in known.quarantined}
-    care = RollupRetention(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
+    retention = RollupRetention(segments, scope.lifetime, scope.shown_bytes, scope.now_ns)
 
     def is_settled(info: SegmentInfo) -> bool:
-        stays = info.first > max(earliest, care.soon) and info.key not in unsound
+        stays = info.first > max(earliest, retention.soon) and info.key not in unsound
         return stays and not coverage.missing(info.first, info.last)
 
     small = due_compactions(
         segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns
     )
-    rewrites, rewrite_ns = care.rewrites(plan, known.companions, coverage, earliest)
+    rewrites, rewrite_ns = retention.rewrites(plan, known.companions, coverage, earliest)
     return StreamIndexWork(
         number,
         plan,
         tuple(build_order(found)[:SEGMENTS_OFFERED_MAX]),
-        tuple(due_merges(plan, known.companions, scope.merge, care.part)),
+        tuple(due_merges(plan, known.companions, scope.merge, retention.part)),
         small.runs,
         tuple(rewrites),
         len(found) + len(stuck),

@@ -462,6 +462,6 @@ async def restore_secrets(objects: MetaObjects, recovery_key: str) -> dict[str, 
     if loaded is None:
         return {}
     facts = decrypt_secrets(recovery_key, loaded[0])
-    kept = msgspec.structs.replace(loaded[0], as_of=0)
-    await objects.put(WEBHOOK_KEYS_OBJECT, kept)
+    restored = msgspec.structs.replace(loaded[0], as_of=0)
+    await objects.put(WEBHOOK_KEYS_OBJECT, restored)
     return facts

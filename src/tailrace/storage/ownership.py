@@ -158,7 +158,7 @@ async def refuse_foreign_streams(objects: ObjectStore, stores: Sequence[StoredSt
     """
     manifests = ManifestStore(objects, 0)
     loop = asyncio.get_running_loop()
-    thread = ThreadPoolExecutor(1, "strangers")
+    thread = ThreadPoolExecutor(1, "foreign-streams")
 
     def is_known(head: ManifestHead) -> bool:
         return any(is_known_stream(store, head) for store in stores)
@@ -225,9 +225,7 @@ async def refuse_rolled_back(objects: ObjectStore, log: Log, fence: int) -> None
     ahead = await asyncio.gather(*map(look, streams))
     names = [stream.name for stream, found in zip(streams, ahead, strict=True) if found]
     if names:
-        raise RolledBackError(
-            objects.url, min(names, key=is_system_name)
-        )  # one that somebody knows, if possible
+        raise RolledBackError(objects.url, min(names, key=is_system_name))  # a known stream, if possible
 
 
 def is_manifest_ahead(head: ManifestHead, stream: Stream, fence: int, journal_seq: int) -> bool:

@@ -65,8 +65,8 @@ class SegmentTotals:
 
 def raise_epoch(epochs: Epochs, through: int) -> Epochs:
     """The epochs of a stream that continues after entry `through`. Epochs without entries are skipped."""
-    kept = tuple(pair for pair in epochs if pair[1] <= through) or epochs[:1]
-    return (*kept, (epochs[-1][0] + 1, through + 1))
+    retained = tuple(pair for pair in epochs if pair[1] <= through) or epochs[:1]
+    return (*retained, (epochs[-1][0] + 1, through + 1))
 
 
 def restored_head(head: ManifestHead, source: ForkSource | None) -> ManifestHead:

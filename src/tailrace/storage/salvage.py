@@ -552,7 +552,7 @@ class DirectorySalvage:
         return op
 
     def _next(self, stream: Stream, op: Append) -> Append | None:
-        """The append moved to follow the last existing entry, whatever its number was."""
+        """The append moved to follow the last existing entry, with a new number."""
         holes = self._holes.get(stream.number, [])
         lost = sum(last - first + 1 for first, last in holes)
         expected = stream.tail + lost + 1

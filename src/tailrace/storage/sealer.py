@@ -298,7 +298,7 @@ class Sealer:
         self._threads = ThreadPoolExecutor(WRITER_THREADS, "seal")
         recovery_key = os.environ.get(
             RECOVERY_KEY_VARIABLE, ""
-        )  # not an argument: those can be read by everybody
+        )  # not an argument: other users can read those
         self._meta = MetaObjectSealer(self._store, self._objects, setup.fence, recovery_key, self._threads)
         self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
         self._companions = IndexFileSealer(

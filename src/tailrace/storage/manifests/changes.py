@@ -184,17 +184,17 @@ def remember_replaced(
     known: Sequence[ReplacedRange], joined: SegmentInfo, now_ns: int, grace_ns: int
 ) -> tuple[ReplacedRange, ...]:
     """The replaced ranges for the sweep. Ranges within the new segment are covered by it."""
-    kept = [
+    retained = [
         one
         for one in known
         if now_ns - one.at_ns < grace_ns and not (joined.first <= one.first and one.last <= joined.last)
     ]
-    kept.append(ReplacedRange(joined.first, joined.last, now_ns))
-    while len(kept) > REPLACED_MAX:
-        older, newer = kept[0], kept[1]
+    retained.append(ReplacedRange(joined.first, joined.last, now_ns))
+    while len(retained) > REPLACED_MAX:
+        older, newer = retained[0], retained[1]
         first, last = min(older.first, newer.first), max(older.last, newer.last)
-        kept[:2] = [ReplacedRange(first, last, max(older.at_ns, newer.at_ns))]
-    return tuple(kept)
+        retained[:2] = [ReplacedRange(first, last, max(older.at_ns, newer.at_ns))]
+    return tuple(retained)
 
 
 def is_in_grace(head: ManifestHead, first: int, last: int, after_ns: int) -> bool:
@@ -244,14 +244,14 @@ async def change_index_files(
     known = await pages.find_listed(listed, {one.object for one in added})
     new = [one for one in added if one.object not in known and not is_trimmed(one, current.earliest)]
     await _check_objects(objects, current.stream_id, new)
-    kept = {one.object for one in added}
-    gone = await pages.find_listed(listed, set(removed) - kept)
-    gone |= await pages.equivalents(listed, new, kept)
+    retained = {one.object for one in added}
+    gone = await pages.find_listed(listed, set(removed) - retained)
+    gone |= await pages.equivalents(listed, new, retained)
     shorter = await pages.without(listed, gone)
     grown = await pages.roll(ListedIndexFiles(shorter.pages, (*shorter.companions, *new)))
     if grown == listed:
         return IndexFileChange(current, [], [])
-    stay, ripe = retire_objects(current, gone, kept, now_ns)
+    stay, ripe = retire_objects(current, gone, retained, now_ns)
     head = msgspec.structs.replace(
         current, companion_pages=grown.pages, companions=grown.companions, retired=stay
     )

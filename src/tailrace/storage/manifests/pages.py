@@ -111,11 +111,11 @@ class SegmentPages:
             else:
                 level += 1
 
-    async def cut(self, listed: ListedSegments, kept: RetainedRanges) -> TrimmedSegments:
+    async def cut(self, listed: ListedSegments, retained: RetainedRanges) -> TrimmedSegments:
         """Drops segments without retained entries. A page that loses some of its parts is replaced."""
         superseded: list[str] = []
-        pages = await self._cut_pages(listed.pages, kept, superseded)
-        segments = tuple(info for info in listed.segments if kept.some(info.first, info.last))
+        pages = await self._cut_pages(listed.pages, retained, superseded)
+        segments = tuple(info for info in listed.segments if retained.overlaps(info.first, info.last))
         return TrimmedSegments(ListedSegments(pages, segments), superseded)
 
     async def within(self, listed: ListedSegments, first: int, last: int) -> list[SegmentInfo]:
@@ -157,25 +157,27 @@ class SegmentPages:
         return tuple(remaining), placed
 
     async def _cut_pages(
-        self, refs: tuple[SegmentPageRef, ...], kept: RetainedRanges, superseded: list[str]
+        self, refs: tuple[SegmentPageRef, ...], retained: RetainedRanges, superseded: list[str]
     ) -> tuple[SegmentPageRef, ...]:
         remaining: list[SegmentPageRef] = []
         for ref in refs:
-            if kept.all(ref.first, ref.last):
+            if retained.contains(ref.first, ref.last):
                 remaining.append(ref)
-            elif kept.some(ref.first, ref.last) and (shorter := await self._shorter(ref, kept, superseded)):
+            elif retained.overlaps(ref.first, ref.last) and (
+                shorter := await self._shorter(ref, retained, superseded)
+            ):
                 remaining.append(shorter)
             else:
                 superseded.append(ref.key)
         return tuple(remaining)
 
     async def _shorter(
-        self, ref: SegmentPageRef, kept: RetainedRanges, superseded: list[str]
+        self, ref: SegmentPageRef, retained: RetainedRanges, superseded: list[str]
     ) -> SegmentPageRef | None:
         """The page without what is not retained: itself if that is nothing, None if that is everything."""
         page = await self.load(ref)
-        pages = await self._cut_pages(page.pages, kept, superseded)
-        segments = tuple(info for info in page.segments if kept.some(info.first, info.last))
+        pages = await self._cut_pages(page.pages, retained, superseded)
+        segments = tuple(info for info in page.segments if retained.overlaps(info.first, info.last))
         if (pages, segments) == (page.pages, page.segments):
             return ref
         if not pages and not segments:
@@ -304,17 +306,19 @@ class IndexFilePages:
         return found
 
     async def equivalents(
-        self, listed: ListedIndexFiles, added: Sequence[IndexFile], kept: Collection[str]
+        self, listed: ListedIndexFiles, added: Sequence[IndexFile], retained: Collection[str]
     ) -> set[str]:
-        """Listed files with the family, build and range of one that is added, except those in `kept`."""
+        """Listed files with the family, build and range of one that is added, except those in `retained`."""
         wanted = {_build_identity(one) for one in added}
         ranges = {(one.first, one.last) for one in added}
         found = {one.object for one in listed.companions if _build_identity(one) in wanted}
         for ref in listed.pages:
             if any(ref.first <= first and last <= ref.last for first, last in ranges):
                 page = await self.load(ref)
-                found |= await self.equivalents(ListedIndexFiles(page.pages, page.companions), added, kept)
-        return found.difference(kept)
+                found |= await self.equivalents(
+                    ListedIndexFiles(page.pages, page.companions), added, retained
+                )
+        return found.difference(retained)
 
     async def without(self, listed: ListedIndexFiles, keys: Collection[str]) -> ListedIndexFiles:
         """The list without some objects. A page that loses some of its files gets a replacement."""

@@ -241,17 +241,19 @@ class ManifestStore:
                 )
             if current.deleted is not None:
                 return HeadChange(current)
-            kept = RetainedRanges(max(earliest, current.earliest), reached)
-            cut = await self.pages(stream_id).cut(ListedSegments(current.pages, current.segments), kept)
+            retained = RetainedRanges(max(earliest, current.earliest), reached)
+            cut = await self.pages(stream_id).cut(ListedSegments(current.pages, current.segments), retained)
             pages, segments = cut.listed
-            head = msgspec.structs.replace(current, pages=pages, segments=segments, earliest=kept.earliest)
+            head = msgspec.structs.replace(
+                current, pages=pages, segments=segments, earliest=retained.earliest
+            )
             head, superseded = await self._trim_companions(head)
             return HeadChange(head, [*cut.superseded, *superseded])
 
         head = await self._change(stream_id, plan)
         failpoints.reached("gc.before_delete")
-        kept = RetainedRanges(head.earliest, reached)
-        await delete_trimmed(self._objects, stream_prefix(stream_id), head.epochs, kept)
+        retained = RetainedRanges(head.earliest, reached)
+        await delete_trimmed(self._objects, stream_prefix(stream_id), head.epochs, retained)
         failpoints.reached("gc.after_delete")
         return head
 

@@ -7,8 +7,8 @@ stored content is compared with what was written.
 The errors of obstore are interpreted only here. They have the HTTP status only in their text, so the text is
 parsed; without a status there was no response.
 
-Missing credentials are reported before a request: without keys obstore would ask the cloud's metadata address
-for a machine role, which outside of a cloud looks like a store that does not respond.
+Missing credentials are reported before a request: without keys obstore would query the metadata address of
+the cloud for a machine role, which outside of a cloud looks like a store that does not respond.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RetryBudget:
     def left_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())
 
-    async def wait(self, error: Exception) -> None:
+    async def back_off(self, error: Exception) -> None:
         """Backs off before the next attempt, or raises the last error.
 
         The pause is random up to a bound that doubles, so that callers that failed together do not retry
@@ -310,10 +310,10 @@ class CloudObjectStore:
 
     async def create(self, key: str, data: bytes | memoryview) -> str:
         check_key(key)
-        patience = self._patience(key)
+        budget = self._new_budget(key)
         uncertain = False
         while True:
-            tag, fault, error = await self._put("create", key, data, "create", patience)
+            tag, fault, error = await self._put("create", key, data, "create", budget)
             if fault is None:
                 return tag
             if fault is Fault.PASSING:
@@ -321,7 +321,7 @@ class CloudObjectStore:
             elif fault is Fault.TAKEN and not uncertain:
                 raise ObjectExistsError(key, "exists") from error
             elif fault in (Fault.TAKEN, Fault.BUSY):
-                present = await self._present(key, data, patience, compare=uncertain)
+                present = await self._present(key, data, budget, compare=uncertain)
                 if present is not None:
                     tag, ours = present
                     if ours:
@@ -329,15 +329,15 @@ class CloudObjectStore:
                     raise ObjectExistsError(key, "exists") from error
             else:
                 raise self._refused(key, error) from error
-            await self._again(patience, error)
+            await self._again(budget, error)
 
     async def replace(self, key: str, data: bytes, etag: str | None) -> str:
         check_key(key)
-        patience = self._patience(key)
+        budget = self._new_budget(key)
         uncertain = False
         mode = "create" if etag is None else {"version" if self._by_version else "e_tag": etag}
         while True:
-            tag, fault, error = await self._put("replace", key, data, mode, patience)
+            tag, fault, error = await self._put("replace", key, data, mode, budget)
             if fault is None:
                 return tag
             if fault is Fault.PASSING:
@@ -347,13 +347,13 @@ class CloudObjectStore:
             elif fault is not Fault.BUSY and not uncertain:
                 raise ObjectConflictError(key, "was replaced meanwhile") from error
             else:
-                present = await self._present(key, data, patience, compare=uncertain)
+                present = await self._present(key, data, budget, compare=uncertain)
                 tag, ours = present or (None, False)
                 if ours and tag is not None:
                     return tag
                 if tag != etag:
                     raise ObjectConflictError(key, "was replaced meanwhile") from error
-            await self._again(patience, error)
+            await self._again(budget, error)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -368,7 +368,7 @@ class CloudObjectStore:
     async def _delete(self, keys: str | list[str]) -> None:
         key = keys if isinstance(keys, str) else keys[0]
         try:
-            await self._read("delete", key, self._patience(key), lambda: self._store.delete_async(keys))
+            await self._read("delete", key, self._new_budget(key), lambda: self._store.delete_async(keys))
         except ObjectMissingError:
             pass
 
@@ -378,13 +378,13 @@ class CloudObjectStore:
         key: str,
         data: bytes | memoryview,
         mode: str | dict[str, str],
-        patience: RetryBudget,
+        budget: RetryBudget,
     ) -> tuple[str, Fault | None, Exception]:
         """One try. The tag, or what went wrong."""
         self.requests[kind] += 1
         self.bytes_out += len(data)
         try:
-            async with asyncio.timeout(patience.left_s):
+            async with asyncio.timeout(budget.left_s):
                 written = await self._store.put_async(key, data, mode=mode, use_multipart=False)
         except TimeoutError as error:
             return "", Fault.PASSING, error
@@ -393,14 +393,14 @@ class CloudObjectStore:
         return self._tag(written), None, _NOTHING_WRONG
 
     async def _present(
-        self, key: str, data: bytes | memoryview, patience: RetryBudget, *, compare: bool
+        self, key: str, data: bytes | memoryview, budget: RetryBudget, *, compare: bool
     ) -> tuple[str, bool] | None:
         """The etag of the stored object and whether it is exactly `data`; None if there is none."""
         try:
-            info = await self._head(key, patience)
+            info = await self._head(key, budget)
             if not compare or info.size != len(data):
                 return info.etag, False
-            found, tag = await self._get(key, patience)
+            found, tag = await self._get(key, budget)
         except ObjectMissingError:
             return None
         return tag, found == data
@@ -409,9 +409,9 @@ class CloudObjectStore:
 
     async def get(self, key: str) -> tuple[bytes, str]:
         check_key(key)
-        return await self._get(key, self._patience(key))
+        return await self._get(key, self._new_budget(key))
 
-    async def _get(self, key: str, patience: RetryBudget) -> tuple[bytes, str]:
+    async def _get(self, key: str, budget: RetryBudget) -> tuple[bytes, str]:
         async def fetch() -> tuple[bytes, str]:
             found = await self._store.get_async(key)
             data = bytes(await found.bytes_async())
@@ -420,7 +420,7 @@ class CloudObjectStore:
                 raise ConnectionError(f"{len(data)} of {found.meta['size']} bytes received")
             return data, self._tag(found.meta)
 
-        return await self._read("get", key, patience, fetch)
+        return await self._read("get", key, budget, fetch)
 
     async def get_range(self, key: str, start: int, stop: int) -> bytes:
         check_key(key)
@@ -443,14 +443,14 @@ class CloudObjectStore:
                 raise ConnectionError(f"{len(data)} of {stop - start} bytes received")
             return data
 
-        return await self._read("range", key, self._patience(key), fetch)
+        return await self._read("range", key, self._new_budget(key), fetch)
 
     async def head(self, key: str) -> ObjectInfo:
         check_key(key)
-        return await self._head(key, self._patience(key))
+        return await self._head(key, self._new_budget(key))
 
-    async def _head(self, key: str, patience: RetryBudget) -> ObjectInfo:
-        return self._info(await self._read("head", key, patience, lambda: self._store.head_async(key)))
+    async def _head(self, key: str, budget: RetryBudget) -> ObjectInfo:
+        return self._info(await self._read("head", key, budget, lambda: self._store.head_async(key)))
 
     async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
         check_prefix(prefix)
@@ -464,20 +464,20 @@ class CloudObjectStore:
                     break
             return found[:limit]
 
-        return await self._read("list", prefix, self._patience(prefix), fetch)
+        return await self._read("list", prefix, self._new_budget(prefix), fetch)
 
     async def close(self) -> None:
         """Connections belong to the library, which drops them with the store."""
 
     # -- trying ----------------------------------------------------------------------------------------
 
-    async def _read(self, kind: str, key: str, patience: RetryBudget, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _read(self, kind: str, key: str, budget: RetryBudget, request: Callable[[], Awaitable[T]]) -> T:
         """Retries until there is a response: for requests that may be repeated freely."""
         while True:
             self.requests[kind] += 1
             try:
-                async with asyncio.timeout(patience.left_s):
-                    return await ask()
+                async with asyncio.timeout(budget.left_s):
+                    return await request()
             except ObjectStoreError:
                 raise
             except Exception as error:
@@ -487,11 +487,11 @@ class CloudObjectStore:
                 if fault is not Fault.PASSING and fault is not Fault.BUSY:
                     raise self._refused(key, error) from error
                 last = error
-            await self._again(patience, last)
+            await self._again(budget, last)
 
-    async def _again(self, patience: RetryBudget, error: Exception) -> None:
+    async def _again(self, budget: RetryBudget, error: Exception) -> None:
         try:
-            await patience.wait(error)
+            await budget.back_off(error)
         except ObjectStoreError:
             self.requests["error"] += 1
             raise
@@ -501,7 +501,7 @@ class CloudObjectStore:
         self.requests["error"] += 1
         return refused_error(self.url, key, error)
 
-    def _patience(self, key: str) -> RetryBudget:
+    def _new_budget(self, key: str) -> RetryBudget:
         return RetryBudget(self.url, key, self._limits)
 
     def _tag(self, meta: ObstoreMeta | ObstorePutResult) -> str:

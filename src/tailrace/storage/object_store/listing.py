@@ -99,21 +99,21 @@ async def delete_folder(objects: ObjectStore, prefix: str, *, keep: str) -> None
 
 
 async def delete_trimmed(
-    objects: ObjectStore, prefix: str, epochs: Sequence[tuple[int, int]], kept: RetainedRanges
+    objects: ObjectStore, prefix: str, epochs: Sequence[tuple[int, int]], retained: RetainedRanges
 ) -> None:
     """Deletes segments and pages without any retained entry.
 
     No head can ever name them again, so this is safe with concurrent writers and may be repeated. Also
     deletes what a crash left the last time.
     """
-    following = kept.earliest + 1
+    following = retained.earliest + 1
     epoch = max((number for number, first in epochs if first < following), default=0)
-    await _delete_trimmed(objects, prefix, "segments/", f"segments/{epoch:010}-{following:020}", kept)
-    await _delete_trimmed(objects, prefix, "manifest/", f"manifest/{following:020}", kept)
+    await _delete_trimmed(objects, prefix, "segments/", f"segments/{epoch:010}-{following:020}", retained)
+    await _delete_trimmed(objects, prefix, "manifest/", f"manifest/{following:020}", retained)
 
 
 async def _delete_trimmed(
-    objects: ObjectStore, prefix: str, kind: str, stop: str, kept: RetainedRanges
+    objects: ObjectStore, prefix: str, kind: str, stop: str, retained: RetainedRanges
 ) -> None:
     doomed: list[str] = []
     async for info in list_objects(objects, prefix + kind):
@@ -121,7 +121,7 @@ async def _delete_trimmed(
         if relative >= stop:
             break
         entries = entry_range_of_key(relative)
-        if entries is not None and not kept.some(*entries):
+        if entries is not None and not retained.overlaps(*entries):
             doomed.append(info.key)
         if len(doomed) == LIST_PAGE:
             await objects.delete(doomed)

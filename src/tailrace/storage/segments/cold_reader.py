@@ -163,24 +163,24 @@ class ColdReader:
 
     # -- footers -------------------------------------------------------------------------------------------
 
-    async def _segment(self, prefix: str, info: SegmentInfo, kept: bytes) -> _OpenSegment:
+    async def _segment(self, prefix: str, info: SegmentInfo, stored: bytes) -> _OpenSegment:
         key = prefix + info.key
         footer = self._footers.get(key)
         if footer is None:
             task = self._parsing.get(key)
             if task is None:
-                task = self._parsing[key] = self._work.start(self._load_footer(key, info, kept))
+                task = self._parsing[key] = self._work.start(self._load_footer(key, info, stored))
                 task.add_done_callback(lambda _: self._parsing.pop(key, None))
             footer = await asyncio.shield(task)
         else:
             self._footers.move_to_end(key)
         return _OpenSegment(key, cache_source(key), footer)
 
-    async def _load_footer(self, key: str, info: SegmentInfo, kept: bytes) -> Footer:
+    async def _load_footer(self, key: str, info: SegmentInfo, stored: bytes) -> Footer:
         footer = None
-        if kept:
+        if stored:
             try:
-                footer = await self._work.on_thread(_parse_footer, kept, info)
+                footer = await self._work.on_thread(_parse_footer, stored, info)
             except CorruptSegmentError as error:
                 logger.warning(
                     "stored footer is damaged, reading it from the segment",
@@ -353,10 +353,10 @@ def _footer_from_end(end: bytes, size: int) -> bytes | int:
     return reader.pack_tail(tail) if isinstance(tail, bytes) else tail
 
 
-def _parse_footer(kept: bytes, info: SegmentInfo) -> Footer:
+def _parse_footer(stored: bytes, info: SegmentInfo) -> Footer:
     from tailrace.storage.segments.reader import Footer
 
-    footer = Footer(kept)
+    footer = Footer(stored)
     if (footer.first, footer.last, footer.size) != (info.first, info.last, info.bytes):
         raise CorruptSegmentError(f"its footer is of {footer.size} bytes and {footer.first} to {footer.last}")
     return footer

@@ -97,12 +97,12 @@ class RetainedRanges:
         self._runs = merge_entry_ranges([*reached, (earliest, FOREVER)])
         self._lasts = [last for _, last in self._runs]
 
-    def some(self, first: int, last: int) -> bool:
+    def overlaps(self, first: int, last: int) -> bool:
         """Whether at least one of these entries is retained."""
         index = bisect_left(self._lasts, first)
         return index < len(self._runs) and self._runs[index][0] < last
 
-    def all(self, first: int, last: int) -> bool:
+    def contains(self, first: int, last: int) -> bool:
         """Whether all of these entries are retained."""
         index = bisect_left(self._lasts, first)
         return index < len(self._runs) and self._runs[index][0] < first and last <= self._lasts[index]
@@ -142,9 +142,9 @@ async def fetch_footer(objects: ObjectStore, key: str, info: SegmentInfo) -> byt
         start = found
 
 
-def footer_has_keys(kept: bytes) -> bool:
+def footer_has_keys(stored: bytes) -> bool:
     """Whether any entry of the segment with this footer has a key."""
     from tailrace.storage.segments.reader import Footer
 
-    footer = Footer(kept)
+    footer = Footer(stored)
     return any(footer.has_keys(index) for index in range(footer.count))

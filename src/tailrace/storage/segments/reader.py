@@ -66,12 +66,14 @@ def pack_tail(tail: bytes | bytearray) -> bytes:
     return _PACKED_LENGTH.pack(len(tail)) + pa.compress(tail, codec="zstd", asbytes=True)
 
 
-def unpack_tail(kept: bytes) -> bytes:
+def unpack_tail(stored: bytes) -> bytes:
     try:
-        (size,) = _PACKED_LENGTH.unpack_from(kept)
+        (size,) = _PACKED_LENGTH.unpack_from(stored)
         if size > _TAIL_BYTES_MAX:
             raise CorruptSegmentError(f"a footer of {size} bytes")
-        return pa.decompress(kept[_PACKED_LENGTH.size :], decompressed_size=size, codec="zstd", asbytes=True)
+        return pa.decompress(
+            stored[_PACKED_LENGTH.size :], decompressed_size=size, codec="zstd", asbytes=True
+        )
     except (struct.error, OSError, ValueError) as error:
         raise CorruptSegmentError(f"the stored footer cannot be decompressed: {error}") from error
 
@@ -171,8 +173,8 @@ class RowGroup(NamedTuple):
 class Footer:
     """The parsed footer of one segment, from the bytes stored in the hot store."""
 
-    def __init__(self, kept: bytes) -> None:
-        self._tail = unpack_tail(kept)
+    def __init__(self, stored: bytes) -> None:
+        self._tail = unpack_tail(stored)
         self.metadata = parse_tail(self._tail)
         self.facts = footer_facts(self.metadata)
         check_index(self._tail, self.facts)
