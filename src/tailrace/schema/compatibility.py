@@ -176,7 +176,7 @@ class ValueShape:
 
 
 def _expanded(kind: str) -> frozenset[str]:
-    """With `number` for an integer, which is a number too."""
+    """The JSON types of a kind: a number may be an integer."""
     return frozenset({"integer", "number"}) if kind == "number" else frozenset({kind})
 
 

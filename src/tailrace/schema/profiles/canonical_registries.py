@@ -1,13 +1,4 @@
-"""The schema registries that profiles install.
-
-Searchable fields of the canonical registries, written down briefly.
-
-Schemas of the canonical registries, written down briefly.
-
-The registries that come with a profile: as data, in the form of a schema update.
-
-The registry that comes with the profile: what a span looks like and what can be asked about it.
-"""
+"""The schema registries that profiles install, as data in the form of a schema update."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The `evlog` profile: configuration and normalisation of wide events.
-
-How a stream's `evlog` profile is configured.
-
-The `evlog` profile: one wide event per request, in one form whoever wrote it.
-"""
+"""The `evlog` profile: configuration, and normalisation of wide events (one for each request) to one form."""
 
 from __future__ import annotations
 
@@ -167,7 +162,7 @@ class Evlog:
         get = given.get
         context = _context(given)
         timestamp = _timestamp(get("timestamp"), now_ms, context)
-        # Before anything is taken out of it: what is secret here must not turn up elsewhere.
+        # Redact before any field is derived: a secret must not appear elsewhere.
         redacted = redact(context, self._secrets)
         sampling = get("sampling")
         if type(sampling) is not dict:
@@ -257,7 +252,7 @@ def _context(given: EvlogRecord) -> EvlogRecord:
 
 
 def _timestamp(value: object, now_ms: int, context: EvlogRecord) -> str:
-    """The event's own time, else the server's; a value that is no time is kept in the context."""
+    """The event's own timestamp, else the server's; an invalid one is stored in the context."""
     if type(value) is str:
         text = value.strip()
         if _is_instant(text):

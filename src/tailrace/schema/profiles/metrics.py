@@ -1,4 +1,4 @@
-"""The `metrics` profile: one record says what a series did in one interval of time."""
+"""The `metrics` profile: a record is the summary of one series over one interval."""
 
 from __future__ import annotations
 

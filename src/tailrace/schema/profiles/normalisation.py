@@ -1,9 +1,4 @@
-"""Normalisation helpers of profiles: numbers, trimmed text, and redaction of secret keys.
-
-Values of client records, taken as what a canonical record needs them to be.
-
-Secrets leave a record before anybody stores it.
-"""
+"""Normalisation helpers of profiles: numbers, trimmed text, and redaction of secrets before storage."""
 
 from __future__ import annotations
 
@@ -82,7 +77,7 @@ def redact(value: dict[str, object] | list[object], secrets: SecretKeys, prefix:
                         open_.append((item, (place, str(index))))
             continue
         members = cast("dict[str, object]", container)
-        # Nearly always all keys are known and all values are plain: both are told without a loop here.
+        # Fast path: usually all keys are known and all values are plain.
         if not secrets.harmless.issuperset(members):
             for key in members:
                 if key in secrets:

@@ -1,13 +1,8 @@
 """The `otel-traces` profile: normalisation of spans, semantic conventions and redaction of attributes.
 
-What the conventions of OpenTelemetry say about a span's attributes, old names and new ones alike.
-
-Attributes before anybody stores them: secrets, statements and query strings go, the rest is bounded.
-
-Everything here is done to every map of attributes of a span alike, so that what is taken out of one place
-does not turn up in another.
-
-One span, in one form whoever sent it.
+Old and new attribute names of the OpenTelemetry conventions are accepted. Before a span is stored, secrets,
+statements and query strings are removed and the rest is bounded, in all attribute maps of the span alike, so
+that a value removed in one place cannot appear in another.
 """
 
 from __future__ import annotations
@@ -274,7 +269,7 @@ def is_secret(key: str, secrets: frozenset[str]) -> bool:
 
 
 def strip_url_queries(text: str) -> str:
-    """The text with every URL in it cut behind its path. One pass, whatever the text."""
+    """The text with every URL in it cut behind its path, in one pass."""
     at = text.find("://")
     if at < 0:
         return text
@@ -333,7 +328,7 @@ class OtelSpans:
         self._shared: dict[str, SharedAttributes] = {}  # the resource and the scope that were seen last
 
     def normalise(self, record: object, now_ms: int) -> Record:
-        """The canonical span. A span brings its own times, so the server's is not asked for."""
+        """The canonical span. Spans have their own timestamps: the server's time is not used."""
         if type(record) is not dict:
             raise invalid_request("otel-traces record must be an object")
         given, cleaner = cast("Record", record), AttributeCleaner(self.config, self._fates)
@@ -492,7 +487,7 @@ class _Span:
             "message": self._text(given.get("message")),
         }
 
-    # -- what its attributes tell ---------------------------------------------------------------------------
+    # -- fields derived from attributes ---------------------------------------------------------------------
 
     def _own(self, name: str, attributes: Record, names: AttributeNames) -> str | None:
         return self._text(self.given.get(name)) or first_text(attributes, names)
@@ -537,9 +532,9 @@ class _Span:
     def _error(self, status: Record, http: Record, events: list[Record]) -> Record:
         error = self._group("error", ERROR_ATTRIBUTES)
         for event in events:
-            told = cast("Record", event["attributes"])
+            attributes = cast("Record", event["attributes"])
             for name, names in ERROR_ATTRIBUTES.items():
-                error[name] = error[name] or first_text(told, names)
+                error[name] = error[name] or first_text(attributes, names)
         failed = status["code"] == "error"
         if failed and error["message"] is None:
             error["message"] = status["message"]

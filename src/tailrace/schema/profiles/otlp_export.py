@@ -1,11 +1,4 @@
-"""An OTLP export: configured limits, counting of rejected spans, the response, and protobuf wire primitives.
-
-How a stream's `otel-traces` profile is configured.
-
-The wire format of protocol buffers, as far as reading exports and writing their answers needs it.
-
-One export of spans: what was taken out of it, and how it is answered.
-"""
+"""An OTLP export: configuration, limits, rejected spans, the response, and protobuf wire primitives."""
 
 from __future__ import annotations
 
@@ -39,7 +32,7 @@ class AttributeLimits(_ConfigPart, frozen=True):
 
 
 class StoredAttributes(_ConfigPart, frozen=True):
-    """Which attributes are kept as they came, beside what is taken out of them."""
+    """Which attributes are stored unchanged, beside the fields derived from them."""
 
     raw_resource_attributes: bool = True
     raw_span_attributes: bool = True
@@ -48,7 +41,7 @@ class StoredAttributes(_ConfigPart, frozen=True):
 
 
 class OtlpLimits(_ConfigPart, frozen=True):
-    """Of one export. A stream may ask for less than the server takes, not for more."""
+    """Limits of one export. A stream may lower the server's limits, not raise them."""
 
     max_compressed_bytes: Annotated[int, Meta(ge=1, le=4 * MIB)] = 4 * MIB
     max_decoded_bytes: Annotated[int, Meta(ge=1, le=16 * MIB)] = 16 * MIB
@@ -254,7 +247,7 @@ class SpanExport:
 
     def __init__(self, limits: OtlpLimits, keep: Callable[[Record], None] | None = None) -> None:
         self.limits = limits
-        self.spans: list[Record] = []  # unless somebody else keeps them
+        self.spans: list[Record] = []  # empty if `keep` consumes them
         self._keep = keep or self.spans.append
         self._read = 0
         self.rejected = 0
@@ -289,12 +282,12 @@ class SpanExport:
             self.reject(str(error))
 
     def reject(self, reason: str) -> None:
-        """The first reason is told, and how many there were."""
+        """Count a rejected span; the response has the first reason."""
         self.rejected += 1
         self.reason = self.reason or reason
 
     def answer(self, media_type: str) -> bytes:
-        """The body of the answer, in the encoding of the request."""
+        """The response body, in the encoding of the request."""
         if media_type == PROTOBUF_MEDIA_TYPE:
             if not self.rejected:
                 return b""
@@ -302,8 +295,8 @@ class SpanExport:
             return write_bytes(1, partial)
         if not self.rejected:
             return b"{}"
-        told = {"rejectedSpans": str(self.rejected), "errorMessage": self.reason}
-        return orjson.dumps({"partialSuccess": told})
+        partial_success = {"rejectedSpans": str(self.rejected), "errorMessage": self.reason}
+        return orjson.dumps({"partialSuccess": partial_success})
 
 
 class ValueLimits:

@@ -1,4 +1,4 @@
-"""Exports as JSON: the same messages, with hex ids and lower camel case."""
+"""OTLP exports in JSON: the same messages, with hexadecimal ids and lower camel case names."""
 
 from __future__ import annotations
 

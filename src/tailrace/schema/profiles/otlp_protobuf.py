@@ -1,4 +1,4 @@
-"""Exports as protocol buffers: `ExportTraceServiceRequest`, field by field."""
+"""OTLP exports in Protocol Buffers: decodes `ExportTraceServiceRequest` field by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `profile` resource: reading it, showing it, and what installing it does to a registry."""
+"""The `profile` resource of a stream: parsing, JSON form, and the changes it makes to the schema registry."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """The `state-protocol` profile: checks of change and control records, and the touch configuration.
 
-The `state-protocol` profile: records say what happened to one row, or where a snapshot begins and ends.
-
-Records are checked and stored as they were sent.
-
-How a stream's touches are configured (`profile.touch`).
+A record describes a change of one row, or the begin or end of a snapshot. Records are stored as they were
+sent.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Touch keys: hashes of entities, templates and arguments, which of them a change touches, and the journal
-of touches.
+"""Touch keys: hashes of entities, templates and arguments, which of them a change touches, and their journal.
 
-What clients wait on: hashes of an entity, of a template of queries, of one set of arguments.
-
-Which keys a change touches.
-
-The journal: when each key was last touched, for as far back as a bounded memory reaches.
-
-Times are generations: the number of source entries up to and including the one that touched the key. The
-journal is a cache over the stream; what it no longer knows can be derived from the stream again.
+Clients wait on keys. The journal holds when each key was last touched, within a bounded memory; times are
+generations: the number of source entries up to and including the one that touched the key. It is a cache over
+the stream: what it no longer holds can be derived from the stream again.
 """
 
 from __future__ import annotations
@@ -121,7 +115,7 @@ def _hash(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-KEYS_PER_CHANGE_MAX: Final = 10_000  # beyond, a change is told coarsely
+KEYS_PER_CHANGE_MAX: Final = 10_000  # above this, a change has coarse touches only
 
 Row = dict[str, object]
 
@@ -131,7 +125,7 @@ class Template(Struct):
 
     entity: str
     fields: tuple[tuple[str, str], ...]  # names in the order of their bytes, each with its encoding
-    active_from: int  # the first sequence number it is told about
+    active_from: int  # first sequence number that touches it
     last_seen_ms: int
     ttl_ms: int
     identity: int = 0

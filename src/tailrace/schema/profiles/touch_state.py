@@ -1,8 +1,6 @@
 """The touch state of a stream: templates, journal, waiters and the budget of fine keys.
 
-How many fine keys may be worked out now. Running out costs precision, never a wake-up.
-
-The touches of one stream: templates, journal and waiters. No I/O: entries are handed in, in order.
+It has no I/O: entries are passed in, in order. Running out of fine keys costs precision, never a wake-up.
 """
 
 from __future__ import annotations
@@ -172,14 +170,16 @@ class TouchState:
         self.journal.absorbed = generation
 
     def skip_to(self, generation: int) -> None:
-        """Entries were taken away before they could be read: everybody has to look again."""
+        """Entries were trimmed before they were read: all clients have to query again."""
         self.journal = TouchJournal(generation, self.config.memory.pending_max_keys)
         self.journal.everyone = generation
         self._overflowed = True
 
     def derive(self, past: JournalLayer, sequence: int, record: object) -> None:
-        """An older entry once more, into a layer of its own. Of templates that were retired since only the
-        entity is known: their waiters are told coarsely."""
+        """Derive the touches of an older entry into a separate layer.
+
+        Of templates retired since then only the entity is known: their waiters get coarse touches.
+        """
         change = parse_change(record)
         if change is None:
             return
@@ -220,7 +220,7 @@ class TouchState:
     # -- templates -------------------------------------------------------------------------------------
 
     def activate(self, body: object) -> tuple[TouchAnswer, bool]:
-        """The answer to a request, and whether there is something new to be written down."""
+        """The response to a request, and whether the state has to be stored."""
         given = expect_object(body, "activate", ("templates", "inactivityTtlMs"))
         ttl_ms = parse_ttl(given, self.config.templates, "activate")
         declared = parse_templates(given.get("templates"), "activate.templates")
@@ -331,7 +331,7 @@ class TouchState:
         )
 
     def _gap_touched(self, identity: int, cursor: int) -> bool:
-        """Before a template was active only its table's key tells of changes."""
+        """Before a template was active only the key of its table was touched."""
         template = self.templates.active.get(identity)
         if template is None or cursor >= template.active_from:
             return False

@@ -1,4 +1,4 @@
-"""The templates of a stream: activated by clients, durable, retired when nobody uses them any more."""
+"""The query templates of a stream: activated by clients, durable, retired when unused."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class Templates:
         self.active: dict[int, Template] = {}
         self.by_entity: dict[str, dict[int, Template]] = {}
         self.remembered: dict[int, RetiredTemplate] = {}
-        self.unknown_before = 0  # up to this generation templates were active that nobody remembers
+        self.unknown_before = 0  # up to this generation other templates were active
         self._minute = 0
         self._activations = 0
-        self.seen = False  # whether somebody was seen since this was written down
+        self.seen = False  # used since it was last stored
 
     def load(self, stored: dict[str, object], generation: int) -> None:
         """From the durable form, for a stream of so many entries: it may have lost some of its newest."""
@@ -145,7 +145,7 @@ class Templates:
                 self.seen = True
 
     def retire_idle(self, generation: int, now_ms: int, in_use: Callable[[int], bool]) -> bool:
-        """Retires what nobody has used for its time; whether there was any."""
+        """Retire unused templates. Returns whether there were any."""
         idle = [
             one
             for one in self.active.values()

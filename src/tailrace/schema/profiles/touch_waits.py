@@ -1,4 +1,4 @@
-"""Waiting for touches: what a request asks for, and whom a touch wakes."""
+"""Waiting for touches: parsed wait requests, and the waiters that a touch wakes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Waiter:
 
 
 def _ignore(_: TailraceError) -> None:
-    """Where a wait was answered before anybody could be told more."""
+    """The default of `refuse`: no response is pending."""
 
 
 def parse_cursor(value: object) -> tuple[str, int] | None:

@@ -1,18 +1,8 @@
 """Array states of one aggregate: filled from rollup files and spans, encoded as windows of JSON.
 
-States of rollups as arrays: what a file has of some windows and groups, without an object for each.
-
-States of the rows of spans, made of whole columns: which rows count, in which group, and of what.
-
-Rows are taken span by span, and added up when there are many: what numpy does to thousands of rows takes it
-hardly longer than what it does to ten.
-
-The windows and groups of an answer as one text of JSON.
-
-The part of an aggregate that is arrays: what index_files give, as far as numbers and counts are asked for.
-
-Everything else of the answer, from records and from the tail, is in `Groups`. Both come together at the end:
-groups that are in both become objects, and all of them are shown in one order.
+States from index files are arrays, without an object for each group. Rows of spans are collected and summed
+when there are many, because numpy takes hardly longer for thousands of rows than for ten. States from records
+and from the tail index are in `Groups`; at the end groups that are in both become objects and are merged.
 """
 
 from __future__ import annotations
@@ -77,8 +67,8 @@ def add_rollup_file(
     states: KeyedStates,
     look_at_clock: Callable[[], None],
 ) -> int:
-    """Adds what is wanted of a file, all of it or nothing; answers how many groups that were."""
-    found, rows = states.fresh(), 0
+    """Add the selected states of a file, all or nothing. Returns the number of groups."""
+    found, rows = states.empty_copy(), 0
     try:
         for stored, is_kept in _stored_states(file, wanted, tuple(counted), tuple(measured)):
             look_at_clock()
@@ -87,7 +77,7 @@ def add_rollup_file(
             rows += len(piece.windows)
             found.add(piece if is_kept else piece.arrays())
     except (pa.ArrowException, IndexError) as error:
-        raise UnusableFileError(f"it is not what it should be: {error}") from error
+        raise UnusableFileError(f"agg file cannot be decoded: {error}") from error
     states.absorb(found)
     return rows
 
@@ -152,7 +142,7 @@ def _decode_states(
     found = column_array(table, names.MEASURE)
     expected = pa.array(list(measures) * (len(found) // len(measures)), found.type)
     if len(found) != len(expected) or not found.equals(expected):
-        raise UnusableFileError("a group does not have each measure once")
+        raise UnusableFileError("agg file has a group without each measure once")
     rows = {name: np.arange(place, len(found), len(measures)) for place, name in enumerate(measures)}
     sizes, lead = to_numpy(column_array(table, names.COUNT)), rows[measures[0]]
     return StoredStates(
@@ -176,7 +166,7 @@ def _summaries(table: Any, sizes: Any, rows: Any, measured: SummaryMeasure) -> S
     sketch = _decode_buckets(column_array(table, names.SKETCH), rows, CODE_MAX)
     totals = np.concatenate([[0], np.cumsum(sketch.counts)])
     if (totals[sketch.starts[1:]] - totals[sketch.starts[:-1]] != counts).any():
-        raise UnusableFileError("it has a sketch that is none")
+        raise UnusableFileError("agg file has an invalid sketch")
     smallest, largest = (
         _decode_extreme(column_array(table, name), rows, counts)
         for name in (_WHOLE_EDGES if measured.whole else _EDGES)
@@ -205,7 +195,7 @@ def _sums(table: Any, rows: Any) -> SumArray:
 def _decode_extreme(numbers: Any, rows: Any, counts: Any) -> Any:
     found = numbers.take(pa.array(rows))
     if found.null_count and (to_numpy(found.is_null()) & (counts > 0)).any():
-        raise UnusableFileError("it has numbers without their edges")
+        raise UnusableFileError("agg file has a summary without minimum and maximum")
     return _filled(found, 0)
 
 
@@ -223,14 +213,14 @@ def _decode_buckets(maps: Any, rows: Any, code_max: int) -> BucketArray:
     codes, counts = to_numpy(maps.keys)[mine], to_numpy(maps.items)[mine]
     starts -= starts[0]
     if starts[-1] != len(codes):
-        raise UnusableFileError("it has buckets of no state")
+        raise UnusableFileError("agg file has buckets without a state")
     sizes = np.diff(starts)[rows]
     if int(sizes.sum()) == len(codes):
         found = BucketArray(np.concatenate([[0], np.cumsum(sizes)]), codes, counts)
     else:
         found = BucketArray(starts, codes, counts).take(rows)
     if len(codes) and (int(np.abs(codes).max()) > code_max or int(counts.min()) <= 0):
-        raise UnusableFileError("it has buckets that are none")
+        raise UnusableFileError("agg file has invalid buckets")
     return found
 
 
@@ -340,7 +330,7 @@ def _contributing_rows(source: SpanSource, request: AggregateRequest) -> int:
 def _matching_rows(source: SpanSource, query: BoundQuery) -> int:
     verdict = source.match_rows(query)
     if not verdict.is_final:
-        raise UnusableFileError("its columns leave a row in doubt")
+        raise UnusableFileError("col file cannot decide every row")
     return verdict.certain
 
 
@@ -514,17 +504,17 @@ class ArrayStates:
     def add_file(self, file: RollupFile, wanted: RollupSelection) -> int:
         """Adds whole windows of a rollup, all or nothing; answers how many states that were."""
         found = add_rollup_file(
-            file, wanted, self._counted, self._measured, self._states, self._look_at_clock
+            file, wanted, self._counted, self._measured, self._states, self._check_deadline
         )
         self._check()
         return found
 
     def add_span(self, source: SpanSource, request: AggregateRequest) -> None:
         """Adds the rows of a span that lie in the time of a request, all or nothing."""
-        found = self._states.fresh()
+        found = self._states.empty_copy()
         waiting: list[SpanRows] = []
         for rows in read_span_rows(source, request, self._counted, self._measured, self._states.texts):
-            self._look_at_clock()
+            self._check_deadline()
             if waiting:  # so many in one span that they need not wait for those of others
                 found.add(build_piece(waiting, self._measured))
             waiting = [rows]
@@ -539,7 +529,7 @@ class ArrayStates:
         if waiting:
             self._states.add(build_piece(waiting, self._measured))
 
-    def _look_at_clock(self) -> None:
+    def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
             raise aggregate_timeout()
 
@@ -563,4 +553,4 @@ class ArrayStates:
         others = groups.shown_each()
         groups.groups.clear()
         request = self._request
-        return encode_windows(states, request.group_by, request.interval_ms, others, self._look_at_clock)
+        return encode_windows(states, request.group_by, request.interval_ms, others, self._check_deadline)

@@ -1,12 +1,11 @@
 """Exact sums of many groups at once.
 
-A sum is kept as two doubles that make it up without an error: the nearest one, and what that leaves. Numbers
-that lie in one range of magnitudes, and all that people measure do, fit in that. A sum that does not is kept
-beside them as a whole number of 2 ** -1074.
+A sum is stored as two doubles: the nearest one, and the exact rest. Numbers of similar magnitude, as
+measurements are, fit in that. A sum that does not is stored beside them as an integer multiple of 2 ** -1074.
 
-To add, doubles are cut into pieces of 32 bits, from the lowest bit that any of them has. Pieces of one place
-are added as 64-bit integers, in which a thousand million of them find room. Numbers that are added up by one
-grouping after the other are cut once.
+To add, doubles are split into pieces of 32 bits, from the lowest bit that any of them has. Pieces of the same
+position are added as 64-bit integers, which have room for 2 ** 30 of them. Numbers that are summed by several
+groupings are split once.
 """
 
 from __future__ import annotations

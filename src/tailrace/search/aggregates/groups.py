@@ -1,11 +1,7 @@
-"""Groups of an aggregate, filled from decoded records and from columns.
+"""Groups of an aggregate with their measures, filled from decoded records and from columns; runs on threads.
 
-Groups of records and what is measured of each. All of this is computing, and runs on a thread.
-
-A record is a member of a rollup if it is an object, the rollup's include matches, the timestamp field has
-exactly one value, and no dimension has two different ones. Each measure then takes what it finds, or nothing.
-
-Aggregates from columns: those of the tail index, and those made of payloads that have to be scanned.
+A record counts for a rollup if it is an object, the rollup's include matches, the timestamp field has exactly
+one value, and no dimension has two different ones. Each measure then reads its own values, if there are any.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ from tailrace.search.scan import query_fields
 
 GROUPS_MAX: Final = 100_000
 HELD_BYTES_MAX: Final = 256 << 20
-ROWS_PER_CLOCK_CHECK: Final = 128  # at the clock
+ROWS_PER_CLOCK_CHECK: Final = 128  # between two checks of the deadline
 
 _GROUP_BYTES: Final = 500
 
@@ -49,7 +45,7 @@ GroupKey = tuple[int, tuple[str | None, ...]]  # the start of the window, and th
 
 
 class Group:
-    """What is known of one group. Numbers wait here until a stretch of rows is through."""
+    """The state of one group. Numbers are buffered until a batch of rows is finished."""
 
     __slots__ = ("bytes", "counts", "parts", "summaries", "waiting")
 
@@ -58,7 +54,7 @@ class Group:
         self.summaries = {name: make() for name, make in summaries.items()}
         self.waiting: dict[str, list[Number]] = {}
         self.parts: list[tuple[str, SummaryParts]] = []
-        self.bytes = len(summaries) * STATE_BYTES  # of its summaries, as they were last counted
+        self.bytes = len(summaries) * STATE_BYTES  # of its summaries, when last measured
 
 
 class Groups:
@@ -99,17 +95,17 @@ class Groups:
         group.bytes = size
 
     def merge(self, key: GroupKey, name: str, summary: Summary) -> None:
-        """A summary that was made elsewhere goes into a group."""
+        """Merge a summary into a group."""
         group = self.at(key)
         group.summaries[name].merge(summary)
         self._measure(group)
 
-    def fresh(self) -> Groups:
-        """The same without any group: for what is taken in as a whole, or not at all."""
+    def empty_copy(self) -> Groups:
+        """The same aggregate without groups, to collect what is added as a whole or not at all."""
         return Groups(self._view, self._request)
 
     def absorb(self, others: Groups) -> None:
-        """Takes in groups that are settled; they are used up."""
+        """Merge settled groups, which must not be used afterwards."""
         for key, its in others.groups.items():
             mine = self.groups.get(key)
             if mine is None:
@@ -122,7 +118,7 @@ class Groups:
         self._check_bytes()
 
     def settle(self) -> None:
-        """The numbers that wait go into their summaries."""
+        """Add buffered numbers to their summaries."""
         for group in self._touched.values():
             if not group.waiting and not group.parts:
                 continue
@@ -140,7 +136,7 @@ class Groups:
         check_bytes(self._held_bytes)
 
     def shown(self, deadline: float) -> list[tuple[int, orjson.Fragment]]:
-        """By window, all of its groups as one piece of JSON.
+        """The groups of each window as one piece of JSON.
 
         As objects tens of thousands of groups would be a hundred megabytes, and as many small pieces of JSON
         twice that: each is written into a buffer of some kilobytes, most of which stays unused behind it.
@@ -169,7 +165,7 @@ class Groups:
         return name, b'{"key":%b,"measures":%b}' % (name, measures)
 
     def shown_each(self) -> list[tuple[GroupKey, bytes]]:
-        """All groups as JSON, in any order: for somebody who has others besides."""
+        """All groups as JSON in any order, to be merged with others."""
         return [(key, self._shown_group(key)[1]) for key in self.groups]
 
     def _shown_measures(self, group: Group) -> Json:
@@ -211,7 +207,7 @@ def _key_maker(view: RecordView, request: AggregateRequest, name: str) -> Callab
 
 
 class AggregateScan(NamedTuple):
-    """What a scan decided, and how far the times reach that it saw."""
+    """How many payloads a scan decided, and their timestamp bounds."""
 
     decided: int
     primary_max: int | None
@@ -219,7 +215,7 @@ class AggregateScan(NamedTuple):
 
 
 class AggregateScanner:
-    """Adds stored payloads to groups."""
+    """Adds stored payloads to groups by decoding records."""
 
     def __init__(self, view: RecordView, request: AggregateRequest, groups: Groups) -> None:
         self._view = view
@@ -232,7 +228,7 @@ class AggregateScanner:
             if view.primary not in names:
                 names.append(view.primary)
             self._primary = names.index(view.primary)
-        # Rows outside the time that is asked for are looked at for their times alone.
+        # Of rows outside the requested time only the timestamps are read.
         self._narrow = FieldExtractor(view, names)
         first = len(names)
         names += request.rollup.dimensions
@@ -257,11 +253,11 @@ class AggregateScanner:
         return Matcher(query, self._view.config, self._view.version)
 
     def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> AggregateScan:
-        """Takes payloads of consecutive entries; answers how many before the deadline."""
+        """Add payloads of consecutive entries. Returns how many before the deadline."""
         primaries: list[int] = []
         seen: list[int] = []
         from_ms, to_ms, primary = self._request.from_ms, self._request.to_ms, self._primary
-        # Most of the time rows lie like those before them: then each is decoded once.
+        # Usually adjacent rows are alike, inside or outside: then each is decoded once.
         wide = self._mostly_inside
         row_of = (self._wide if wide else self._narrow).row
         decided = inside = 0
@@ -313,17 +309,17 @@ class AggregateScanner:
         return lambda matcher: matcher.matches_record(record)
 
 
-ROWS_AT_ONCE = 1024  # between two looks at the clock
+ROWS_AT_ONCE = 1024  # between two checks of the deadline
 SummaryPartsLookup = Callable[[Sequence[int]], Sequence[SummaryParts | None]]  # of some entries
 
 
 def columns_suffice(request: AggregateRequest) -> bool:
-    """Whether columns have all that is measured. Summaries made by others lie in records alone."""
+    """Whether columns have all measures. Summaries in records are not in columns."""
     return all(measure.kind != "summary_parts" for measure in request.measures.values())
 
 
 def columns_and_blocks_suffice(request: AggregateRequest) -> bool:
-    """Whether columns have it all together with blocks of metrics, in which summaries of one form are."""
+    """Whether columns and metric blocks have all measures; blocks hold summaries of one form."""
     return all(
         measure.kind != "summary_parts" or summary_pointers(measure) == MBLK_POINTERS
         for measure in request.measures.values()
@@ -331,7 +327,7 @@ def columns_and_blocks_suffice(request: AggregateRequest) -> bool:
 
 
 class ColumnAggregator:
-    """Adds chunks to groups. `trimmed` is the last entry that retention has taken."""
+    """Adds chunks to groups. `trimmed` is the last entry that retention has removed."""
 
     def __init__(self, view: RecordView, request: AggregateRequest, groups: Groups, trimmed: int) -> None:
         self._view = view
@@ -346,7 +342,7 @@ class ColumnAggregator:
         self._parts = [name for name, one in request.measures.items() if one.kind == "summary_parts"]
 
     def add(self, chunk: Chunk, parts_of: SummaryPartsLookup | None = None) -> int:
-        """Answers how many rows had to be looked at. `parts_of` has summaries that records bring along."""
+        """Add a chunk. Returns how many rows were read. `parts_of` looks up summaries of records."""
         rows = rows_from_bits(self._members(chunk))
         if not rows:
             return 0
@@ -375,14 +371,14 @@ class ColumnAggregator:
         return len(rows)
 
     def _windows(self, chunk: Chunk, rows: Sequence[int]) -> list[int]:
-        """The start of the window that each row lies in; all of them have exactly one time."""
+        """The window start of each row; all rows have exactly one timestamp."""
         times = chunk.columns[self._request.timestamp_field]
         interval_ms = self._request.interval_ms
         starts = [at_ms - at_ms % interval_ms for at_ms in cast("Sequence[int]", times.terms.all())]
         return [starts[rank] for rank in _first_ranks(times, rows)]
 
     def primary_max(self, chunk: Chunk) -> int | None:
-        """The largest primary timestamp of the rows that are still there."""
+        """The largest primary timestamp of the rows that are not trimmed."""
         primary = self._view.primary
         if primary is None:
             return None
@@ -408,7 +404,7 @@ class ColumnAggregator:
         return rows
 
     def within_time(self, chunk: Chunk) -> int:
-        """The rows that are still there, with one time, which lies within what is asked for."""
+        """The rows that are not trimmed, with one timestamp within the requested time."""
         request, field = self._request, self._request.timestamp_field
         bounds = cast("tuple[int, int] | None", chunk.bounds(field))
         if bounds is None or bounds[0] >= request.to_ms or bounds[1] < request.from_ms:
@@ -434,7 +430,7 @@ class ColumnAggregator:
 
 
 class ColumnScanner:
-    """Adds stored payloads to groups, by columns that are made of them for this purpose alone."""
+    """Adds stored payloads to groups, by columns built for this scan."""
 
     def __init__(self, view: RecordView, request: AggregateRequest, adder: ColumnAggregator) -> None:
         self._view = view
@@ -446,7 +442,7 @@ class ColumnScanner:
         measured = [cast("str", one.field) for one in request.measures.values() if one.kind == "summary"]
         queries = (request.query, request.include, *request.measure_includes.values())
         asked = [name for query in queries if query is not None for name in sorted(query_fields(query))]
-        # Rows outside the time that is asked for are looked at for their times alone.
+        # Of rows outside the requested time only the timestamps are read.
         self._narrow = RecordDecoder(view, list(times))
         self._wide = RecordDecoder(
             view, list(dict.fromkeys([*times, *request.rollup.dimensions, *measured, *asked]))
@@ -454,7 +450,7 @@ class ColumnScanner:
         self._mostly_inside = True
 
     def scan(self, first: int, payloads: Sequence[Payload], deadline: float) -> AggregateScan:
-        """Takes payloads of consecutive entries; answers how many before the deadline."""
+        """Add payloads of consecutive entries. Returns how many before the deadline."""
         primaries: list[int] = []
         seen: list[int] = []
         decided = 0
@@ -468,7 +464,7 @@ class ColumnScanner:
         return AggregateScan(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
 
     def _add(self, entries: Sequence[int], payloads: Sequence[Payload]) -> Chunk:
-        """Answers the times of all of the payloads."""
+        """Add one batch. Returns the timestamps of all its payloads."""
         if self._mostly_inside:
             chunk = self._chunk(self._wide, entries, payloads)
             self._mostly_inside = self._adder.add(chunk) * 2 > len(entries)

@@ -1,19 +1,12 @@
 """Aggregate states by window and group as arrays: merging, caching per file, and their JSON text.
 
-Groups as JSON, many at a time: each column of numbers is written at once, and then cut into texts.
+States are collected in pieces. Most groups occur once; those that occur again are removed from their pieces,
+merged, and become a piece of their own. A piece may refer to the cached states of a file, which are copied
+only if they have to be merged.
 
-The bytes are those that `measures.Summary.shown` gives, group by group.
-
-States by window and group: what rollups and columns gave, until it is shown.
-
-What comes in is kept as it comes, in pieces. Most groups come once; those that come again are taken out of
-their pieces, merged, and become a piece of their own. A piece may be of what a file keeps (`states.stored`):
-then nothing of it is copied unless it has to be merged.
-
-States that stay with the file they are from: those of one rollup and interval in one row group.
-
-A file never changes, and what is asked for is mostly asked again. So the arrays stay, within bounds, and the
-text of each row once most of them were shown: then an answer is put together of what is there.
+A file never changes, and most requests are repeated. So the states of a rollup and interval in a row group
+are cached with the file, within a byte limit, and so is the JSON text of each row once most of them were
+needed. The JSON is the same as that of `measures.Summary.shown`, but is encoded by column.
 """
 
 from __future__ import annotations
@@ -181,7 +174,7 @@ GroupKey = tuple[int, tuple[str | None, ...]]  # the start of the window, and th
 
 
 class StateRows(Protocol):
-    """States of some groups, one row for each."""
+    """States of groups, one row for each."""
 
     @property
     def windows(self) -> Any: ...
@@ -191,7 +184,7 @@ class StateRows(Protocol):
     def nbytes(self) -> int: ...
     @property
     def is_lent(self) -> bool:
-        """Whether it is most of what somebody keeps, texts and all, and is best left as it is."""
+        """Whether it is most of the cached states of a file, and should not be copied."""
         ...
 
     def take(self, rows: Any) -> StateRows: ...
@@ -319,7 +312,7 @@ class KeyedStates:
         self._unsettled_rows = 0
         self._unsettled_bytes = 0
 
-    def fresh(self) -> KeyedStates:
+    def empty_copy(self) -> KeyedStates:
         """The same without any state: for what is taken in as a whole, or not at all."""
         return KeyedStates(self.texts)
 
@@ -359,7 +352,7 @@ class KeyedStates:
         self._replace(pieces if found is None else _merge_pieces(pieces, *found))
 
     def take_out(self, keys: Collection[GroupKey]) -> list[tuple[list[GroupKey], StatePiece]]:
-        """The states of some groups, as pieces with the key of each row; they are here no more."""
+        """Remove the states of some groups. Returns them as pieces with the key of each row."""
         windows = np.array(sorted({key[0] for key in keys}), np.int64)
         listed = [texts.listed() for texts in self.texts]
         found: list[tuple[list[GroupKey], StatePiece]] = []
@@ -374,7 +367,7 @@ class KeyedStates:
         return found
 
     def check(self, check_rows: Callable[[int], None], check_bytes: Callable[[int], None]) -> None:
-        """Tells how large this is, if it may be too large; groups that came twice count once."""
+        """Check the size if it may be too large; groups that occur twice count once."""
         if self.rows > CHECKED_ROWS:
             self.settle()
             check_rows(self.rows)
@@ -423,7 +416,7 @@ _WORD_BYTES: Final = 100  # of one value of a dimension
 
 
 class StoredStates:
-    """One row for each group. Nobody changes the arrays: answers share them."""
+    """One row for each group. The arrays are immutable: requests share them."""
 
     def __init__(
         self,
@@ -511,7 +504,7 @@ class StoredPiece(NamedTuple):
 
 
 class StateCache:
-    """The states of one file that were asked for last, bounded in bytes; several threads ask."""
+    """LRU cache of the states of one file, bounded in bytes; used by several threads."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -532,7 +525,7 @@ class StateCache:
             return found
 
     def put(self, key: Hashable, states: StoredStates) -> bool:
-        """Whether they are kept: not if that leaves no room for others."""
+        """Cache states, unless they leave no room for others. Returns whether they were cached."""
         if 2 * states.nbytes > self._bytes_max:
             return False
         with self._lock:

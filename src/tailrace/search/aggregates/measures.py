@@ -1,12 +1,13 @@
-"""Measures of an aggregate: counts, exact sums, histograms and quantile sketches (DDSketch), mergeable in
-any order.
+"""Measures of an aggregate: counts, exact sums, histograms and quantile sketches (DDSketch).
 
-Quantiles of many numbers in little room: a mergeable sketch with a bounded relative error (DDSketch).
+States are merged in any order. Sums are exact, as integer multiples of the smallest double, so the result
+does not depend on the order of rows or on how time is divided.
 
-A number goes into the bucket whose key is `ceil(log(|v|) / log(gamma))`; positive and negative numbers have
-stores of their own, and zeros are counted. Every number of a bucket lies within 1 % of the bucket's middle.
-A store that has more than 2048 buckets adds up those of the smallest magnitudes in the lowest one it keeps.
-Which bucket that is depends on all keys together, so the order of merges does not matter.
+A sketch estimates quantiles with a bounded relative error. A number belongs to the bucket with the key
+`ceil(log(|v|) / log(gamma))`; positive and negative numbers have separate stores, and zeros are counted.
+Every number of a bucket lies within 1 % of the bucket's middle. A store with more than 2048 buckets merges
+those of the smallest magnitudes into its lowest one; which that is depends on all keys, so the order of
+merges does not matter.
 
 Bytes of a sketch, all integers as LEB128 (seven bits a byte, the lowest first, the high bit for "more"):
 
@@ -17,11 +18,6 @@ Bytes of a sketch, all integers as LEB128 (seven bits a byte, the lowest first, 
       each     key, less the key before it (zigzag for the first), then the count; keys ascend
 
 In JSON a sketch is the base64 text of these bytes.
-
-What a rollup measures: partial states that are merged in any order, and shown only at the end.
-
-Sums are kept exactly, as whole numbers of the smallest double: whatever the order of the rows and wherever a
-stretch of time is cut, the sum is the same.
 """
 
 from __future__ import annotations
@@ -338,7 +334,7 @@ class Summary:
             self.histogram.add_all(numbers)
 
     def add_parts(self, parts: SummaryParts) -> None:
-        """A summary that somebody else has made."""
+        """Add the summary of a record."""
         self.count += parts.size
         self.total += to_exact(parts.total)
         self._widen(parts.smallest, parts.largest)
@@ -371,7 +367,7 @@ class Summary:
 
     @property
     def percentile_method(self) -> str | None:
-        """What tells of every number that was counted."""
+        """The part that covers every counted number; None if there is none."""
         if not self.count:
             return None
         if self.sketch.count == self.count:

@@ -1,7 +1,7 @@
-"""The part of an aggregate that asks built indexes: windows from rollups, and rows from columns.
+"""The part of an aggregate that uses index files: whole windows from rollup files, single rows from columns.
 
-A window that lies wholly within what is asked for is taken as it was built. What is left of a range of
-entries, the edges of the time that is asked for, is added up from its rows.
+A window within the requested time is used as stored. Partial windows at the bounds of the requested time are
+summed from their rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from tailrace.search.index_files.rollup_files import RollupFile, RollupSelection
     from tailrace.search.index_files.span_source import SpanSource
 
-ROWS_AT_ONCE = 8192  # of a span that are objects at the same time; a span may be of a million
+ROWS_AT_ONCE = 8192  # rows of a span that are objects at the same time; a span may have a million
 
 
 class RollupRange(NamedTuple):
-    """A range of entries that a file of rollups speaks for."""
+    """A range of entries that a rollup file covers."""
 
     first: int
     last: int
@@ -39,21 +39,21 @@ class RollupRange(NamedTuple):
 
 
 class TimeWindow(NamedTuple):
-    """A stretch of time, the end not in it."""
+    """A half-open interval of time."""
 
     from_ms: int
     to_ms: int
 
 
 def whole_windows(request: AggregateRequest) -> TimeWindow:
-    """The time that whole windows make up; it may be empty."""
+    """The requested time in whole windows; it may be empty."""
     interval_ms = request.interval_ms
     begin = -(-request.from_ms // interval_ms) * interval_ms
     return TimeWindow(begin, max(begin, request.to_ms // interval_ms * interval_ms))
 
 
 def partial_windows(request: AggregateRequest) -> list[TimeWindow]:
-    """The time that is asked for and lies in no whole window."""
+    """The requested time outside of whole windows."""
     whole = whole_windows(request)
     if whole.from_ms >= whole.to_ms:
         return [TimeWindow(request.from_ms, request.to_ms)]
@@ -62,14 +62,14 @@ def partial_windows(request: AggregateRequest) -> list[TimeWindow]:
 
 
 def fixed_dimensions(request: AggregateRequest) -> dict[str, str] | None:
-    """The dimensions that the query wants to have some value; None if it asks for something else."""
+    """The dimensions that the query fixes to a value; None if it has other clauses."""
     found: dict[str, str] = {}
     for clause in _conjuncts(request.query):
         if not isinstance(clause, Equals) or clause.field not in request.rollup.dimensions:
             return None
         text = value_text(clause.value)
         if found.setdefault(clause.field, text) != text:
-            return None  # no group is of both; rows say so, too
+            return None  # contradictory: decided by rows
     return found
 
 
@@ -91,7 +91,7 @@ def select_rollup_ranges(
     after: int,
     last: int,
 ) -> list[RollupRange]:
-    """The ranges that are taken from rollups, in order, without overlaps; all of their entries are shown."""
+    """The visible ranges to read from rollup files, in order and without overlaps."""
     if fixed_dimensions(request) is None:
         return []
     found: list[RollupRange] = []
@@ -102,14 +102,14 @@ def select_rollup_ranges(
             continue
         primary = _primary_max(spans, index_file.first, index_file.last) if view.primary is not None else None
         if view.primary is not None and primary is None:
-            continue  # how far its times reach is part of the answer
+            continue  # the response includes the largest timestamp
         found.append(RollupRange(index_file.first, index_file.last, served, primary))
         at = index_file.last + 1
     return found
 
 
 def _primary_max(spans: Sequence[IndexSpan], first: int, last: int) -> int | None:
-    """The largest primary timestamp of a range; None if that is not known of all of it."""
+    """The largest primary timestamp of a range; None if not known of all of it."""
     largest: int | None = None
     at = first
     for place in range(bisect_left(spans, first, key=lambda span: span.last), len(spans)):
@@ -124,10 +124,10 @@ def _primary_max(spans: Sequence[IndexSpan], first: int, last: int) -> int | Non
 
 
 def add_rollup_states(file: RollupFile, request: AggregateRequest, groups: Groups, deadline: float) -> int:
-    """Adds the whole windows of a file to groups; answers how many states that were."""
+    """Add the whole windows of a file to groups. Returns the number of states."""
     counted = {name: index for index, name in enumerate(groups.counted)}
-    # All of the file first: if something in it is broken, nothing of it must have been added.
-    found, states = groups.fresh(), 0
+    # The whole file first: nothing of a damaged file may be added.
+    found, states = groups.empty_copy(), 0
     for part in file.parts(rollup_selection(request)):
         if time.monotonic() >= deadline:
             raise aggregate_timeout()
@@ -146,7 +146,7 @@ def add_rollup_states(file: RollupFile, request: AggregateRequest, groups: Group
 
 
 def rollup_selection(request: AggregateRequest) -> RollupSelection:
-    from tailrace.search.index_files.rollup_files import RollupSelection  # brings Arrow, which is large
+    from tailrace.search.index_files.rollup_files import RollupSelection  # imports Arrow, which is large
 
     having = fixed_dimensions(request)
     assert having is not None
@@ -165,7 +165,7 @@ def rollup_selection(request: AggregateRequest) -> RollupSelection:
 
 
 def _fewest_dimensions(request: AggregateRequest, wanted: set[str]) -> tuple[str, tuple[str, ...]]:
-    """The name of the smallest cut that tells of these dimensions, and which it is by."""
+    """The stored rollup with the fewest dimensions that has the wanted ones, and its dimensions."""
     dimensions = request.rollup.dimensions
     kept = tuple(name for name in dimensions if name in wanted)
     if len(kept) > 1 or len(kept) == len(dimensions):
@@ -174,7 +174,7 @@ def _fewest_dimensions(request: AggregateRequest, wanted: set[str]) -> tuple[str
 
 
 def partial_windows_in(file: RollupFile, request: AggregateRequest) -> list[TimeWindow]:
-    """The edges in which the file has anything at all."""
+    """The partial windows in which the file has any record."""
     interval_ms = request.interval_ms
     return [
         window
@@ -187,7 +187,7 @@ def partial_windows_in(file: RollupFile, request: AggregateRequest) -> list[Time
 
 
 def _window_starts(window: TimeWindow, interval_ms: int) -> list[int]:
-    """The windows that an edge is part of: one, or two where no whole one lies between."""
+    """The starts of the stored windows that contain a partial one: one or two."""
     first = window.from_ms // interval_ms * interval_ms
     last = (window.to_ms - 1) // interval_ms * interval_ms
     return [first] if first == last else [first, last]
@@ -197,7 +197,7 @@ def _window_starts(window: TimeWindow, interval_ms: int) -> list[int]:
 
 
 def required_columns(view: RecordView, request: AggregateRequest) -> list[str]:
-    """The fields whose values decide which records count, and what is measured of them."""
+    """The fields that select, group and measure records."""
     queries = (request.query, request.include, *request.measure_includes.values())
     asked = {name for query in queries if query is not None for name in query_fields(query)}
     measured = {cast("str", one.field) for one in request.measures.values() if one.kind == "summary"}
@@ -206,7 +206,7 @@ def required_columns(view: RecordView, request: AggregateRequest) -> list[str]:
 
 
 def files_for_rows(span: IndexSpan, wanted: Sequence[str], *, blocks: bool) -> dict[str, UsableFile] | None:
-    """The files that have all these columns, and the blocks of metrics; None if some have to be decoded."""
+    """The files with all these columns and the metric blocks; None if a column has no file."""
     found: dict[str, UsableFile] = {}
     for family, name in [*((COL, name) for name in wanted), *([(MBLK, MBLK)] if blocks else [])]:
         served = span.serving(family, name)
@@ -217,7 +217,7 @@ def files_for_rows(span: IndexSpan, wanted: Sequence[str], *, blocks: bool) -> d
 
 
 def may_overlap(span: IndexSpan, view: RecordView, request: AggregateRequest) -> bool:
-    """Whether a row of a span may have a time that is asked for."""
+    """Whether a row of a span may lie in the requested time."""
     if request.timestamp_field != view.primary or span.primary is None:
         return True
     return span.primary[0] < request.to_ms and span.primary[1] >= request.from_ms
@@ -226,9 +226,9 @@ def may_overlap(span: IndexSpan, view: RecordView, request: AggregateRequest) ->
 def span_chunks(
     source: SpanSource, view: RecordView, request: AggregateRequest, wanted: Sequence[str]
 ) -> Iterator[Chunk]:
-    """The rows of a span that may lie in the time that is asked for, as chunks of nothing but these fields.
+    """The rows of a span that may lie in the requested time, as chunks of these fields only.
 
-    Everything that may be broken is decoded before the first of them is made.
+    All columns are read before the first chunk, so that a damaged file adds nothing.
     """
     fields, field = view.config.fields, request.timestamp_field
     for name in wanted:

@@ -1,4 +1,7 @@
-"""Runs aggregates: takes a snapshot, adds up columns where there are any and records elsewhere."""
+"""Runs one aggregate: takes a snapshot, and sums rollup files, columns and decoded records.
+
+The event loop reads, threads compute.
+"""
 
 from __future__ import annotations
 
@@ -71,15 +74,15 @@ COVERAGE_FIELDS = (
     "index_families_used",
 )
 
-FILES_OPENED_AT_ONCE = 16  # files of rollups, or spans, that are held open by one aggregate
-RANGES_CACHED_MAX = 8192  # stretches, some 200 bytes each
+FILES_OPENED_AT_ONCE = 16  # rollup files or spans that one aggregate holds open
+RANGES_CACHED_MAX = 8192  # scan ranges, about 200 bytes each
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 
 class ScannedTimes(NamedTuple):
-    """What an earlier scan saw of one stretch, under the fields of one view."""
+    """Timestamp bounds of a scan range that was scanned before, under the fields of one view."""
 
     view: RecordView
     times: tuple[int, int] | None
@@ -87,19 +90,19 @@ class ScannedTimes(NamedTuple):
 
 
 class _TimePart(NamedTuple):
-    """Some of the time that is asked for, and what adds up the rows in it."""
+    """A part of the requested time, and what sums the rows in it."""
 
     request: AggregateRequest
     columns: ColumnAggregator
     scanner: AggregateScanner | ColumnScanner
 
     def reaches(self, times: tuple[int, int] | None) -> bool:
-        """Whether a row with such a time may count."""
+        """Whether rows within these timestamp bounds may count."""
         return times is not None and times[0] < self.request.to_ms and times[1] >= self.request.from_ms
 
 
 class Aggregator:
-    """The aggregates of one server. It remembers how far the times of stretches reach: they never change."""
+    """What the aggregates of one server share; caches the timestamp bounds of scan ranges."""
 
     def __init__(self, searcher: Searcher) -> None:
         self.searcher = searcher
@@ -108,7 +111,7 @@ class Aggregator:
     async def aggregate(
         self, stream: Stream, view: RecordView, request: AggregateRequest, deadline: float
     ) -> bytes:
-        """The body of the answer. `deadline` is a time of the monotonic clock; behind it there is none."""
+        """The response body. Raises after `deadline`, a time of the monotonic clock."""
         run = _AggregateRun(self, stream, view, request, deadline)
         await run.add_up()
         return await run.body()
@@ -128,7 +131,7 @@ class Aggregator:
 
 
 class _AggregateRun:
-    """One aggregate. What it computes runs on threads, step by step; what it reads comes through the loop."""
+    """One aggregate. It computes on threads, one step at a time, and reads on the event loop."""
 
     def __init__(
         self,
@@ -149,15 +152,15 @@ class _AggregateRun:
         self._groups = Groups(view, request)
         self._part = self._part_of(request)
         self._counters = SearchCounters()
-        self._primaries: list[tuple[int, int]] = []  # by piece: its last entry, its largest timestamp
+        self._primaries: list[tuple[int, int]] = []  # last entry and largest timestamp of each piece
         self._undecided: list[ScanRange] = []
         self._scanned: list[ScanRange] = []
         self._indexed: list[ScanRange] = []
         self._used_rollups = False
         self._spans: Sequence[IndexSpan] = ()
         self._wanted = required_columns(view, request) if columns_and_blocks_suffice(request) else None
-        self._blocks = not columns_suffice(request)  # summaries that records bring along are asked for
-        self._arrays: ArrayStates | None = None  # what index_files gave, where nothing else is asked for
+        self._blocks = not columns_suffice(request)  # summaries in records are requested
+        self._arrays: ArrayStates | None = None  # states from index files
 
     def _part_of(self, request: AggregateRequest) -> _TimePart:
         columns = ColumnAggregator(self._view, request, self._groups, self._stream.earliest)
@@ -165,12 +168,12 @@ class _AggregateRun:
             return _TimePart(request, columns, ColumnScanner(self._view, request, columns))
         return _TimePart(request, columns, AggregateScanner(self._view, request, self._groups))
 
-    def _look_at_clock(self) -> None:
+    def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
             raise aggregate_timeout()
 
     async def add_up(self) -> None:
-        self._look_at_clock()
+        self._check_deadline()
         built, covered = await self._built_ranges()
         chunks: Sequence[Chunk] = ()
         if columns_suffice(self._request):
@@ -186,7 +189,7 @@ class _AggregateRun:
             await self._add_built(some)
         await self._add_rows(at, begin - 1, self._part)
         for piece in plan_pieces(begin, self._last, chunks, self._searcher.scan_rows, newest_first=False):
-            self._look_at_clock()
+            self._check_deadline()
             if isinstance(piece, Chunk):
                 begun = time.monotonic()
                 self._counters.scanned_tail_docs += await self._on_thread(self._part.columns.add, piece)
@@ -196,10 +199,10 @@ class _AggregateRun:
                 assert isinstance(piece, ScanRange)
                 await self._scan(piece, self._part)
 
-    # -- built indexes -----------------------------------------------------------------------------------
+    # -- index files -------------------------------------------------------------------------------------
 
     async def _built_ranges(self) -> tuple[list[RollupRange], int | None]:
-        """What rollups speak for, and up to where built indexes speak for everything."""
+        """The ranges that rollup files cover, and the last entry up to which index files cover every row."""
         catalogue = self._searcher.catalogue
         if catalogue is None:
             return [], None
@@ -210,8 +213,8 @@ class _AggregateRun:
         return built, catalogue.covered_through(self._stream)
 
     async def _add_built(self, built: Sequence[RollupRange]) -> None:
-        """Whole windows from rollups, and the rows at the edges of time."""
-        self._look_at_clock()
+        """Add whole windows from rollup files, and single rows of partial windows."""
+        self._check_deadline()
         catalogue, request = self._searcher.catalogue, self._request
         assert catalogue is not None
         begun = time.monotonic()
@@ -234,7 +237,7 @@ class _AggregateRun:
                 await self._add_rows(one.first, one.last, part)
 
     def _add_files(self, files: Sequence[OpenedFile | None]) -> list[tuple[int, list[TimeWindow]] | None]:
-        """On a thread. None for each file that is of no use: nothing of it was added."""
+        """Runs on a thread. None for each unusable file, of which nothing was added."""
         found: list[tuple[int, list[TimeWindow]] | None] = []
         for file in files:
             try:
@@ -244,26 +247,26 @@ class _AggregateRun:
         return found
 
     def _add_states(self, file: OpenedFile | None) -> tuple[int, list[TimeWindow]]:
-        """How many states were added, and the edges of time that are left."""
+        """Add a file. Returns the number of states, and the partial windows left."""
         from tailrace.search.index_files.rollup_files import RollupFile
 
         request = self._request
         if not isinstance(file, RollupFile):
-            raise UnusableFileError("it could not be opened")
+            raise UnusableFileError("agg file could not be opened")
         left = partial_windows_in(file, request)
         if self._blocks:
             return add_rollup_states(file, request, self._groups, self._deadline), left
         return self._array_states().add_file(file, rollup_selection(request)), left
 
     def _array_states(self) -> ArrayStates:
-        from tailrace.search.aggregates.array_states import ArrayStates  # brings Arrow, which is large
+        from tailrace.search.aggregates.array_states import ArrayStates  # imports Arrow, which is large
 
         if self._arrays is None:
             self._arrays = ArrayStates(self._view, self._request, self._deadline)
         return self._arrays
 
     async def _add_rows(self, first: int, last: int, part: _TimePart) -> None:
-        """Rows one by one: from the columns of spans, and decoded where there are none."""
+        """Add single rows: from the columns of spans, else from decoded records."""
         at = first
         begin = bisect_left(self._spans, first, key=lambda span: span.first)
         end = bisect_right(self._spans, last, key=lambda span: span.last)
@@ -276,12 +279,12 @@ class _AggregateRun:
         await self._scan_rows_of(at, last, part)
 
     async def _scan_rows_of(self, first: int, last: int, part: _TimePart) -> None:
-        for stretch in split_scan_ranges(first, last, self._searcher.scan_rows):
-            self._look_at_clock()
-            await self._scan(stretch, part)
+        for scan_range in split_scan_ranges(first, last, self._searcher.scan_rows):
+            self._check_deadline()
+            await self._scan(scan_range, part)
 
     async def _add_spans(self, spans: Sequence[IndexSpan], part: _TimePart) -> list[bool]:
-        """Adds spans; answers for each whether its columns were of use."""
+        """Add spans. Returns for each whether its columns were used."""
         catalogue, wanted = self._searcher.catalogue, self._wanted
         added = dict.fromkeys((span.first for span in spans), False)
         opened: list[tuple[IndexSpan, Mapping[str, OpenedFile]]] = []
@@ -303,7 +306,7 @@ class _AggregateRun:
         return list(added.values())
 
     def _see_span(self, span: IndexSpan, primary: int | None) -> None:
-        """A span was added, or has nothing to add."""
+        """Count a span that was added, or has nothing to add."""
         self._see_primary(primary, span.last)
         self._counters.families.update((COL, MBLK) if self._blocks else (COL,))
         self._indexed.append(ScanRange(span.first, span.last))
@@ -311,11 +314,11 @@ class _AggregateRun:
     def _add_opened(
         self, opened: Sequence[tuple[IndexSpan, Mapping[str, OpenedFile]]], part: _TimePart
     ) -> list[tuple[IndexSpan, int | None]]:
-        """On a thread. The spans that were added, each with its largest primary timestamp."""
+        """Runs on a thread. Returns the spans that were added, with their largest primary timestamps."""
         assert self._wanted is not None
         found: list[tuple[IndexSpan, int | None]] = []
         for span, files in opened:
-            self._look_at_clock()
+            self._check_deadline()
             try:
                 found.append((span, self._add_columns(span, files, self._wanted, part)))
             except UnusableFileError:
@@ -325,13 +328,13 @@ class _AggregateRun:
     def _add_columns(
         self, span: IndexSpan, opened: Mapping[str, OpenedFile], wanted: Sequence[str], part: _TimePart
     ) -> int | None:
-        """Answers the largest primary timestamp of a span, all of which is still there."""
-        from tailrace.search.index_files.span_source import SpanSource  # brings Arrow, which is large
+        """Add a span without trimmed rows. Returns its largest primary timestamp."""
+        from tailrace.search.index_files.span_source import SpanSource  # imports Arrow, which is large
 
         view = self._view
         source = SpanSource(span, view.config, opened)
         if not all(source.has_column(name) for name in wanted):
-            raise UnusableFileError("it lacks a column")
+            raise UnusableFileError("col file lacks a required column")
         bounds = None if view.primary is None else source.bounds(view.primary)
         if self._blocks:
             chunks = span_chunks(source, view, part.request, wanted)
@@ -343,11 +346,11 @@ class _AggregateRun:
     def _add_with_blocks(
         self, chunks: Iterable[Chunk], blocks: MetricBlocks, request: AggregateRequest
     ) -> None:
-        """All of a span or nothing: its blocks may turn out to be broken on the way."""
-        groups = self._groups.fresh()
+        """Add all of a span or nothing: its blocks may be damaged."""
+        groups = self._groups.empty_copy()
         columns = ColumnAggregator(self._view, request, groups, self._stream.earliest)
         for chunk in chunks:
-            self._look_at_clock()
+            self._check_deadline()
             columns.add(chunk, blocks.parts)
         self._groups.absorb(groups)
 
@@ -357,41 +360,41 @@ class _AggregateRun:
         if primary is not None:
             self._primaries.append((last, primary))
 
-    async def _scan(self, stretch: ScanRange, part: _TimePart) -> None:
+    async def _scan(self, scan_range: ScanRange, part: _TimePart) -> None:
         if not self._searcher.scanning_enabled:
-            self._undecided.append(stretch)
+            self._undecided.append(scan_range)
             return
         number, field = self._stream.number, self._request.timestamp_field
-        known = self._aggregator.find(number, stretch.first, field, self._view)
-        whole = stretch.is_whole(self._searcher.scan_rows)
+        known = self._aggregator.find(number, scan_range.first, field, self._view)
+        whole = scan_range.is_whole(self._searcher.scan_rows)
         if whole and known is not None and not part.reaches(known.times):
-            self._see_primary(known.primary_max, stretch.last)
+            self._see_primary(known.primary_max, scan_range.last)
             return
-        scanned = await self._scan_rows(stretch, part)
+        scanned = await self._scan_rows(scan_range, part)
         if whole and scanned is not None:
-            self._aggregator.learn(number, stretch.first, field, scanned)
+            self._aggregator.learn(number, scan_range.first, field, scanned)
 
-    async def _scan_rows(self, stretch: ScanRange, part: _TimePart) -> ScannedTimes | None:
-        """None if not every row was seen."""
-        counters, after, begun = self._counters, stretch.first - 1, time.monotonic()
+    async def _scan_rows(self, scan_range: ScanRange, part: _TimePart) -> ScannedTimes | None:
+        """Scan a range. Returns its timestamp bounds; None if not every row was read."""
+        counters, after, begun = self._counters, scan_range.first - 1, time.monotonic()
         times: list[int] = []
         primaries: list[int] = []
         whole = True
-        self._scanned.append(stretch)
-        while after < stretch.last:
+        self._scanned.append(scan_range)
+        while after < scan_range.last:
             try:
                 async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
                     page = await self._searcher.reader.read(
-                        self._stream, after, READ_BYTES, stretch.last - after, apart=True
+                        self._stream, after, READ_BYTES, scan_range.last - after, apart=True
                     )
             except TimeoutError:
                 raise aggregate_timeout() from None
             except TailraceError as refusal:
                 whole = False
                 if refusal.code == "offset_gone" and self._stream.earliest > after:
-                    after = min(self._stream.earliest, stretch.last)  # taken away while we were looking
+                    after = min(self._stream.earliest, scan_range.last)  # removed by retention
                     continue
-                self._undecided.append(ScanRange(after + 1, stretch.last))
+                self._undecided.append(ScanRange(after + 1, scan_range.last))
                 break
             found = await self._on_thread(part.scanner.scan, after + 1, page.parts, self._deadline)
             if found.decided < len(page.parts):
@@ -400,11 +403,11 @@ class _AggregateRun:
             self._see_primary(found.primary_max, after)
             times += found.times or ()
             primaries += () if found.primary_max is None else (found.primary_max,)
-        if stretch.first <= self._stream.sealed:
+        if scan_range.first <= self._stream.sealed:
             counters.scanned_s += time.monotonic() - begun
         else:
             counters.scanned_tail_s += time.monotonic() - begun
-            counters.scanned_tail_docs += after - stretch.first + 1
+            counters.scanned_tail_docs += after - scan_range.first + 1
         if not whole:
             return None
         span = (min(times), max(times)) if times else None
@@ -414,7 +417,7 @@ class _AggregateRun:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._searcher.threads, work, *arguments)
 
-    # -- the end -----------------------------------------------------------------------------------------
+    # -- response ----------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
         coverage = await self._coverage()
@@ -431,11 +434,11 @@ class _AggregateRun:
             "coverage": coverage,
         }
         body = b"".join([orjson.dumps(head)[:-1], b',"buckets":', *self._buckets(), b"}"])
-        self._groups.groups.clear()  # on this thread: to take many of them apart takes the loop too long
+        self._groups.groups.clear()  # on this thread: freeing many of them would block the loop
         return body
 
     def _buckets(self) -> list[bytes | memoryview]:
-        """A list of JSON, in pieces."""
+        """The JSON array of buckets, in pieces."""
         if self._arrays is not None:
             return self._arrays.shown(self._groups)
         buckets = [
@@ -484,5 +487,5 @@ def _blocks_of(span: IndexSpan, opened: Mapping[str, OpenedFile]) -> MetricBlock
     served = span.serving(MBLK, MBLK)
     file = None if served is None else opened.get(served.published.key)
     if not isinstance(file, MetricBlockFile):
-        raise UnusableFileError("it could not be opened")
+        raise UnusableFileError("mblk file could not be opened")
     return file.blocks()

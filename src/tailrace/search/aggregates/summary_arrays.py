@@ -1,16 +1,9 @@
 """Summaries of many groups as arrays: counts, sums, extremes, histogram and sketch buckets.
 
-How the numbers of many groups are spread: buckets of sketches and of histograms, as flat arrays.
-
-A bucket of a sketch has one code for its sign and key, so that codes ascend as the numbers do: 2 ** 18 and
-the key for positive numbers, 0 for zeros, and the same turned around for negative ones.
-
-Summaries of many groups, one row for each, as `measures.Summary` has them one at a time.
-
-Summaries on their way: of many small groups, from which those of larger ones are made without an error.
-
-Everything in them is added up as it is, so whichever way groups are put together, the summaries are those
-that the numbers themselves would give.
+One row for each group, with the same results as `measures.Summary`. Everything is summed exactly, so the
+order in which groups are merged does not matter. A bucket of a sketch has one code for sign and key, so that
+codes ascend as the numbers do: 2 ** 18 plus the key for positive numbers, 0 for zeros, the negative of that
+for negative ones.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class ParquetFile:
         [stretch] = self._body.stretches([(start, self.size)], self._are_indexes)
         found: list[bytes | None] = []
         for group in groups:
-            told = self.metadata.row_group(group).column(self._leaves[column])
-            at, length = told.bloom_filter_offset, told.bloom_filter_length
+            column_chunk = self.metadata.row_group(group).column(self._leaves[column])
+            at, length = column_chunk.bloom_filter_offset, column_chunk.bloom_filter_length
             if at is None or length is None:
                 found.append(None)
                 continue
@@ -164,11 +164,11 @@ class ParquetFile:
     def tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Row groups as tables with one chunk for each column. Adjacent ones are fetched together."""
         wanted = tuple(columns)
-        for turn in self._turns(groups, wanted):
+        for batch in self._batches(groups, wanted):
             with self._lock:
-                missing = [group for group in turn if (group, wanted) not in self._decoded]
+                missing = [group for group in batch if (group, wanted) not in self._decoded]
             file = self._reader(missing, wanted)
-            for group in turn:
+            for group in batch:
                 table = self._known(group, wanted)
                 if table is None:
                     # It may have been evicted in the meantime.
@@ -183,9 +183,9 @@ class ParquetFile:
 
     def read_tables(self, groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """As `tables`, without the cache."""
-        for turn in self._turns(groups, columns):
-            file = self._reader(turn, columns)
-            for group in turn:
+        for batch in self._batches(groups, columns):
+            file = self._reader(batch, columns)
+            for group in batch:
                 yield self._decode(file, [group], columns)
 
     def read_group(self, group: int, columns: Sequence[str]) -> Any:
@@ -195,8 +195,8 @@ class ParquetFile:
 
     def read(self, columns: Sequence[str]) -> Any:
         """Whole columns, without the cache."""
-        turns_of = self._turns(range(self.groups), columns)
-        tables = [self._decode(self._reader(turn, columns), turn, columns) for turn in turns_of if turn]
+        batches = self._batches(range(self.groups), columns)
+        tables = [self._decode(self._reader(batch, columns), batch, columns) for batch in batches if batch]
         return pa.concat_tables(tables or [self._empty(columns)]).combine_chunks()
 
     def _empty(self, columns: Sequence[str]) -> Any:
@@ -229,12 +229,12 @@ class ParquetFile:
 
     # -- byte ranges ---------------------------------------------------------------------------------------
 
-    def _turns(self, groups: Sequence[int], columns: Sequence[str]) -> list[list[int]]:
+    def _batches(self, groups: Sequence[int], columns: Sequence[str]) -> list[list[int]]:
         """Row groups in batches that are fetched together."""
         if self._blocks is None:
             return [list(groups)]
         sizes = [sum(stop - start for start, stop in self._ranges([group], columns)) for group in groups]
-        return [[groups[place] for place in turn] for turn in split_by_size(sizes)]
+        return [[groups[place] for place in batch] for batch in split_by_size(sizes)]
 
     def _ranges(self, groups: Iterable[int], columns: Sequence[str]) -> list[ByteRange]:
         """The byte ranges of columns in row groups. A column of lists has several leaves."""
