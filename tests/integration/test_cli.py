@@ -401,7 +401,7 @@ def test_a_file_that_is_no_segment_is_an_error(tmp_path: Path, content: bytes) -
         done = tailrace("inspect", "segment", str(path), *flags)
         assert done.code == 1
         assert "problem" in done.out
-        assert "is not a sound segment" in done.err
+        assert "is not a valid segment" in done.err
 
 
 def test_inspects_what_a_server_wrote(server: ServerProcess, name: str) -> None:
@@ -472,7 +472,10 @@ _ADD = ("source", "add", "default/pg", "--table", "a.b=c", "--dsn-env", "PG_DSN"
         ((*_ADD, "--numeric", "int"), '"int" for --numeric. Choose from: "string", "double"'),
         (("tail", "x", "--mode", "poll"), '"poll" for --mode. Choose from: "sse", "long-poll"'),
         (("pipeline", "rescan", "--collection", "x", "--from", "view"), 'for --from. Choose from: "log"'),
-        (("docs", "query", "default/x", "--order", "a:up"), "--order: 'a:up' is not a field, with :asc or"),
+        (
+            ("docs", "query", "default/x", "--order", "a:up"),
+            "--order: 'a:up' must be a field, optionally with :asc or",
+        ),
         (("gc", "--grace", "soon"), "--grace: 'soon' is not a whole number (units: ms, s, m, h, d)"),
         (("pipeline", "run", "--heap", "big"), "--heap: 'big' is not a whole number (units: b, kb"),
         (("pipeline", "run", "--jobs", "all,dig"), "--jobs: 'all' is not a job: use companions, merge"),

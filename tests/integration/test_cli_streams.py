@@ -72,7 +72,7 @@ def test_another_configuration_is_refused(server: ServerProcess, name: str) -> N
         (("--retention", "1y"), "--retention: '1y' is not a duration"),
         (("--retention-bytes", "much"), "--retention-bytes: 'much' is not a whole number (units: b, kb,"),
         (("--expires-at", "1h"), "--expires-at: '1h' is not an RFC 3339 time"),
-        (("--ttl", "1h", "--expires-at", "2030-01-01T00:00:00Z"), "--ttl and --expires-at exclude"),
+        (("--ttl", "1h", "--expires-at", "2030-01-01T00:00:00Z"), "use either --ttl or --expires-at"),
         (("--profile", "logs"), '"generic", "evlog", "metrics", "otel-traces", "state-protocol"'),
     ],
 )

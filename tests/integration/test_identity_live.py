@@ -521,11 +521,11 @@ def test_a_key_can_be_given_to_token_revoke(server: ServerProcess, call: Caller)
 def test_commands_say_what_is_wrong(tmp_path: Path) -> None:
     at = ("--file", str(tmp_path / "keys.json"))
     wrong: list[tuple[tuple[str, ...], int, str]] = [
-        (("token", "revoke", *at), 2, "name a token or its id"),
+        (("token", "revoke", *at), 2, "give a token or its id"),
         (("token", "revoke", jwt.encode({"sub": "x"}, SECRET), *at), 2, "revoke its subject"),
         (("key", "revoke", "0123456789abcdef", *at), 1, "API key not found"),
         (("key", "create", *at, "--sub", "x", "--scope", "system"), 1, "cannot have the scope"),
-        (("key", "create", *at, "--sub", "x", "--scope", "read", "--expires", "soon"), 2, "not a time span"),
+        (("key", "create", *at, "--sub", "x", "--scope", "read", "--expires", "soon"), 2, "not a duration"),
     ]
     for command, code, message in wrong:
         done = tailrace(*command)

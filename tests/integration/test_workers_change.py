@@ -162,7 +162,7 @@ def test_what_an_attempt_left_is_not_taken_for_streams(tmp_path: Path) -> None:
     left.mkdir(parents=True)
     (left / "hot.db").touch()
     refuse_leftover_generation(tmp_path, Layout(workers=2, generation=1))
-    with pytest.raises(TailraceError, match="cannot be removed"):
+    with pytest.raises(TailraceError, match="left over from an earlier attempt"):
         refuse_leftover_generation(tmp_path, Layout(workers=2, generation=2))
 
 

@@ -63,9 +63,9 @@ def create(
     retention_bytes: RetentionBytes = None,
     session: Session = DEFAULT_SESSION,
 ) -> None:
-    kept = lifetime_options(ttl, expires_at, retention, retention_bytes)
+    lifetime = lifetime_options(ttl, expires_at, retention, retention_bytes)
     with connect_client(session) as client:
-        made = client.stream(name, content_type=content_type).create(**kept)
+        made = client.stream(name, content_type=content_type).create(**lifetime)
     if profile is not None:
         post_json(session, stream_path(name, "_profile"), {"profile": {"kind": profile}})
     if session.json:

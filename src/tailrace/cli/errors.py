@@ -56,11 +56,11 @@ def check_complete(coverage: dict[str, Any], question: str) -> None:
 
 def unreachable(url: str, reason: object) -> UnreachableError:
     """The error when there was no response; TLS errors have their own message, as a server is there."""
-    told = str(reason)
-    if "CERTIFICATE_VERIFY_FAILED" in told:
-        why = told[told.index("CERTIFICATE_VERIFY_FAILED") :].partition(": ")[2].partition(" (_ssl")[0]
+    text = str(reason)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        why = text[text.index("CERTIFICATE_VERIFY_FAILED") :].partition(": ")[2].partition(" (_ssl")[0]
         message = f"the certificate of {url} is not trusted ({why}); set SSL_CERT_FILE to your CA certificate"
-    elif "WRONG_VERSION_NUMBER" in told or "RECORD_LAYER_FAILURE" in told:
+    elif "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER_FAILURE" in text:
         message = f"{url} does not speak TLS; is it an http:// address?"
     else:
         message = f"no server responds at {url}; start one with: tailrace serve"

@@ -55,12 +55,12 @@ def mailbox(
         if commit is not None:
             hub.commit_offset(commit, address=address)
         page = hub.read_mailbox(address, offset=offset, limit=limit or _PAGE)
-    for kept in page.messages:
-        message: dict[str, Any] = kept.message
+    for entry in page.messages:
+        message: dict[str, Any] = entry.message
         if session.json:
-            print_json({"offset": kept.offset, "append_time": kept.append_time, "message": message})
+            print_json({"offset": entry.offset, "append_time": entry.append_time, "message": message})
         else:
-            print(kept.offset, message.get("from"), message.get("type"), _json(message.get("payload")))
+            print(entry.offset, message.get("from"), message.get("type"), _json(message.get("payload")))
     flush_output()
     if session.json:
         return
@@ -139,7 +139,7 @@ def replay(
     since = None if since is None else parse_past_time(since, "--since")
     stream = mailbox_stream(parse_address(address))
     with join_hub(session) as hub:
-        for at, message in _limited(_kept(hub, address, offset, since), limit):
+        for at, message in _limited(_mailbox_entries(hub, address, offset, since), limit):
             _send_again(hub, message, to, {"stream": stream, "offset": at}, session)
 
 
@@ -182,12 +182,14 @@ def _letters(
                 raise
 
 
-def _kept(hub: Hub, address: str, offset: str, since: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _mailbox_entries(
+    hub: Hub, address: str, offset: str, since: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The entries of a mailbox, page by page."""
     page = hub.read_mailbox(address, offset=offset, since=since)
     while True:
-        for kept in page.messages:
-            yield kept.offset, kept.message
+        for entry in page.messages:
+            yield entry.offset, entry.message
         if page.up_to_date or not page.messages:
             return
         page = hub.read_mailbox(address, offset=page.next_offset)

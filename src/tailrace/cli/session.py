@@ -183,17 +183,17 @@ def _follow_progress(lines: Iterator[str]) -> dict[str, Any]:
 
     shown = sys.stderr.isatty()
     for line in lines:
-        told = orjson.loads(line)
-        if "checked" in told and shown:
-            percent = 100 * told["checked"] // max(1, told["total"])
-            sys.stderr.write(f"\rchecked {told['checked']:,} of {told['total']:,} entries ({percent} %) ")
+        update = orjson.loads(line)
+        if "checked" in update and shown:
+            percent = 100 * update["checked"] // max(1, update["total"])
+            sys.stderr.write(f"\rchecked {update['checked']:,} of {update['total']:,} entries ({percent} %) ")
             sys.stderr.flush()
-        elif "checked" not in told and shown:
+        elif "checked" not in update and shown:
             sys.stderr.write("\n")
-        if "error" in told:
+        if "error" in update:
             raise error_from(400, {}, line.encode())
-        if "result" in told:
-            return told["result"]
+        if "result" in update:
+            return update["result"]
     raise RefusedError("the server ended the check without a result; nothing was changed")
 
 

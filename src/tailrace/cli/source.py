@@ -183,8 +183,8 @@ def _print(source: dict[str, Any], session: Session) -> None:
     if "slot" in source:
         retained = status["retainedBytes"]
         size = "an unknown number of bytes" if retained is None else f"{retained} bytes"
-        kept = f"{status['walStatus'] or 'state not known'}, keeps {size}"
-        lines.append(f"slot         {source['slot']} ({kept})")
+        slot_state = f"{status['walStatus'] or 'state not known'}, retains {size}"
+        lines.append(f"slot         {source['slot']} ({slot_state})")
     for table, mapped in source["collections"].items():
         lines.append(f"table        {table} -> {mapped['collection']}")
     write_output("".join(f"{line}\n" for line in lines).encode())

@@ -281,23 +281,23 @@ class PeerTails:
         """
         self._last_mark += 1
         mark = self._last_mark
-        told = self._marks[mark] = asyncio.get_running_loop().create_future()
+        marked = self._marks[mark] = asyncio.get_running_loop().create_future()
         try:
             body = msgspec.json.encode(StreamInterest(mark, list(patterns), list(names)))
             status, _ = await self._peer.ask("POST", INTEREST_PATH, body)
-            if status != 204 or not await self._await_mark(told):
+            if status != 204 or not await self._await_mark(marked):
                 raise peer_unavailable_error()
         finally:
             self._marks.pop(mark, None)
 
-    async def _await_mark(self, told: asyncio.Future[bool]) -> bool:
+    async def _await_mark(self, marked: asyncio.Future[bool]) -> bool:
         """Wait for a mark as long as lines arrive: there may be very many streams before it."""
-        while not told.done():
+        while not marked.done():
             lines = self._lines_received
-            await asyncio.wait((told,), timeout=SILENCE_S_MAX)
-            if lines == self._lines_received and not told.done():
+            await asyncio.wait((marked,), timeout=SILENCE_S_MAX)
+            if lines == self._lines_received and not marked.done():
                 return False
-        return told.result()
+        return marked.result()
 
     @staticmethod
     async def _wait_any(*events: asyncio.Event) -> None:
@@ -314,9 +314,9 @@ class PeerTails:
         if update.kind == "begun":
             self._begun.set()
         elif update.kind == "marked":
-            told = self._marks.get(update.mark)
-            if told is not None and not told.done():
-                told.set_result(True)
+            marked = self._marks.get(update.mark)
+            if marked is not None and not marked.done():
+                marked.set_result(True)
         elif update.kind == "gone":
             self.tails.pop(update.name, None)
             if self._found is not None:
@@ -352,9 +352,9 @@ class PeerTails:
         self.up.clear()
         self._found = None
         self._ended.set()
-        for told in self._marks.values():
-            if not told.done():
-                told.set_result(False)
+        for marked in self._marks.values():
+            if not marked.done():
+                marked.set_result(False)
 
 
 class ClusterTails:

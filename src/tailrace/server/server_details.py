@@ -103,12 +103,12 @@ class ServerParts(NamedTuple):
     cold: ColdReader
     search: SearchRoutes
     touch: TouchRoutes
-    companions: IndexFileService
+    index_files: IndexFileService
 
     @property
     def readers(self) -> tuple[ObjectCache, ...]:
         """The caches that fetch from the object store for queries."""
-        return self.cold.parts, self.companions.parts, self.companions.lexicons
+        return self.cold.parts, self.index_files.parts, self.index_files.lexicons
 
 
 def process_memory(node: ServerParts) -> ByteCounts:
@@ -170,7 +170,7 @@ def memory_by_subsystem(node: ServerParts, sqlite_bytes: int) -> dict[str, ByteC
             "tail_memory_bytes": log.streams.memory_bytes,
             "block_cache_bytes": log.reader.cache.bytes,
             "segment_footer_bytes": node.cold.footer_bytes,
-            "companion_opened_bytes": node.companions.files.bytes,
+            "companion_opened_bytes": node.index_files.files.bytes,
             "tail_index_bytes": node.search.tail.bytes,
             "document_bytes": log.streams.document_bytes,
             "contract_bytes": node.live.contracts.bytes,
@@ -180,8 +180,8 @@ def memory_by_subsystem(node: ServerParts, sqlite_bytes: int) -> dict[str, ByteC
         "mapped_files": {"resident_bytes": mapped_file_bytes()},
         "disk_caches": {
             "segment_cache_bytes": node.cold.parts.cached_bytes,
-            "companion_cache_bytes": node.companions.parts.cached_bytes,
-            "lexicon_cache_bytes": node.companions.lexicons.cached_bytes,
+            "companion_cache_bytes": node.index_files.parts.cached_bytes,
+            "lexicon_cache_bytes": node.index_files.lexicons.cached_bytes,
         },
         "configured_budgets": {
             "ingest_queue_budget_bytes": limits.append_queue_max_bytes,

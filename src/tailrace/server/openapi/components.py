@@ -48,7 +48,7 @@ def texts(*names: str) -> dict[str, Json]:
     return dict.fromkeys(names, COUNT_TEXT)
 
 
-# Any request may meet these, whatever it asks for.
+# Errors that any request may get.
 ALWAYS: Final = (400, 408, 413, 500, 503)
 # And these, where it matters who asks: 429 if that is too much for one identity.
 GUARDED: Final = (*ALWAYS, 401, 403, 429)
