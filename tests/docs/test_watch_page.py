@@ -13,7 +13,7 @@ from support.watch_client import Live
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
-SENT = re.compile(r'(?:reply|about)\(\s*"([a-z_-]+)"|"type":"([a-z-]+)"')
+SENT = re.compile(r'(?:reply|subscription_notice)\(\s*"([a-z_-]+)"|"type":"([a-z-]+)"')
 BASE = "/v1/databases/default"
 QUERY = {"collection": "orders", "where": "doc.total > 100"}
 
@@ -73,6 +73,6 @@ def test_messages_look_as_the_page_shows_them(server: ServerProcess) -> None:
 
 
 def test_every_type_of_message_is_on_the_page() -> None:
-    sources = (ROOT / "src" / "tailrace" / "api" / "watch").glob("*.py")
+    sources = (ROOT / "src" / "tailrace" / "watch").rglob("*.py")
     written = "".join(path.read_text(encoding="utf-8") for path in sources)
     assert {one or other for one, other in SENT.findall(written)} == {message["type"] for message in shown()}
