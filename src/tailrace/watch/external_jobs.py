@@ -49,8 +49,8 @@ logger = logging.getLogger("tailrace.watch")
 
 REFRESH_S: Final = 30.0
 FULL_REWRITE_MS: Final = 3_600_000  # all summaries are rewritten, so that older entries can be removed
-SUMMARIES_KEPT_S: Final = 600
-DELIVERIES_KEPT_S: Final = 86_400
+SUMMARIES_RETENTION_S: Final = 600
+DELIVERIES_RETENTION_S: Final = 86_400
 LEASE_S_MAX: Final = 3600
 SUMMARY_PAGE_BYTES: Final = 1024 * 1024
 SUMMARY_PAGE_ENTRIES: Final = 500
@@ -182,8 +182,8 @@ class SubscriptionSummaries:
         """What retention may remove: summaries before the last reset, and old deliveries."""
         found: list[RetentionBound] = []
         retained = (
-            (self.stream, SUMMARIES_KEPT_S, self._reset_entry),
-            (self.deliveries, DELIVERIES_KEPT_S, NO_END),
+            (self.stream, SUMMARIES_RETENTION_S, self._reset_entry),
+            (self.deliveries, DELIVERIES_RETENTION_S, NO_END),
         )
         for name, kept_s, upto in retained:
             stream = self._log.find(name)
@@ -326,7 +326,7 @@ class JobRoutes:
             raise responses.method_not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
         self._registry.database(database)
         if reading:
-            _answer(exchange, self._rows(exchange, database))
+            _respond_json(exchange, self._rows(exchange, database))
         elif kind == "summaries":
             request = _read(exchange, SummariesRequest)
             self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
@@ -350,7 +350,7 @@ class JobRoutes:
                 responses.respond_error(exchange, TailraceError("internal", "the request failed"))
                 raise
             else:
-                _answer(exchange, body)
+                _respond_json(exchange, body)
 
         task = self._context.loop.create_task(run())
         self._tasks.add(task)
@@ -395,7 +395,7 @@ class JobRoutes:
             raise TailraceError("invalid_request", "bloom: wrong must not exceed absent")
         collection.bloom_ratio = bloom.wrong / bloom.absent if bloom.absent else 0.0
         self._registry.counters.for_collection(collection).bloom_rebuilds += 1
-        _answer(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
+        _respond_json(exchange, {"collection": collection.name, "bloomRatio": collection.bloom_ratio})
 
     def _correct(self, exchange: Exchange, database: str, request: CorrectionsRequest) -> None:
         collection = self._collection(database, request.collection)
@@ -410,7 +410,7 @@ class JobRoutes:
             if error is not None:
                 responses.respond_error(exchange, error)
             else:
-                _answer(exchange, {"results": [result.to_json() for result in results]})
+                _respond_json(exchange, {"results": [result.to_json() for result in results]})
 
         self._writer.apply_corrections(collection, request.corrections, request.name, respond)
 
@@ -428,7 +428,7 @@ def _row_json(row: DocumentRow) -> Json:
     }
 
 
-def _answer(exchange: Exchange, body: Json) -> None:
+def _respond_json(exchange: Exchange, body: Json) -> None:
     exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
 

@@ -101,7 +101,7 @@ class DatabaseRoutes:
             if failure is not None:
                 responses.respond_error(exchange, failure)
             else:
-                _answer_write(exchange, results[0])
+                _respond_write(exchange, results[0])
 
         self._writer.write(
             database, [write], self._access.write_check(identity), on_written, write_id=_write_id(exchange)
@@ -235,7 +235,7 @@ def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document
     return value
 
 
-def _answer_write(exchange: Exchange, result: WriteResult) -> None:
+def _respond_write(exchange: Exchange, result: WriteResult) -> None:
     head = responses.NO_STORE + header_line("ETag", f'"{result.version}"')
     if result.status == 204:
         exchange.respond(204, head)

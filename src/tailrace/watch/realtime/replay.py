@@ -340,15 +340,15 @@ class Replayer:
         are irregular.
         """
         session, loop = subscription.session, self._gateway.context.loop
-        progress_at, sent = loop.time(), session.sent_bytes
+        progress_at, drained = loop.time(), session.drained_bytes
         while subscription.state in _READING:
             if session.has_room and not self._must_wait(subscription):
                 return True
             session.drained.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(session.drained.wait(), POLL_S)
-            if session.sent_bytes != sent or session.has_room:
-                progress_at, sent = loop.time(), session.sent_bytes
+            if session.drained_bytes != drained or session.has_room:
+                progress_at, drained = loop.time(), session.drained_bytes
             elif loop.time() - progress_at >= self._overflow_s:
                 session.invalidate(subscription, "overflow", retry_after_ms=1000)
         return False

@@ -74,11 +74,11 @@ class RealtimeSession:
         self.ended = False
         now = gateway.context.loop.time()
         self.opened_at = now
-        self._sent_bytes = 0
-        self._sent_bytes_before = 0
+        self._written_bytes = 0
+        self._drained_before = 0
         self._progress_at = now
         self._beat_at = now
-        self._sent_before: int = 0
+        self._written_before: int = 0
         self._quiet_since = now
         self._expiry_sent = False
         self._was_idle = True
@@ -92,8 +92,8 @@ class RealtimeSession:
     # -- sending ---------------------------------------------------------------------------------------
 
     @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes - self.transport.unsent_bytes
+    def drained_bytes(self) -> int:
+        return self._written_bytes - self.transport.unsent_bytes
 
     @property
     def has_room(self) -> bool:
@@ -101,7 +101,7 @@ class RealtimeSession:
 
     def send(self, envelope: Envelope, token: str | None = None) -> None:
         if not self.ended:
-            self._sent_bytes += self.transport.send(envelope, token)
+            self._written_bytes += self.transport.send(envelope, token)
 
     def send_error(self, message_id: str | None, code: str, message: str, **more: Any) -> None:
         self.send(envelopes.error(message_id, code, message, **more))
@@ -291,10 +291,10 @@ class RealtimeSession:
     def on_tick(self, now: float) -> None:
         limits = self.gateway.limits
         unsent = self.transport.unsent_bytes
-        sent = self._sent_bytes - unsent
+        drained = self._written_bytes - unsent
         was_idle, self._was_idle = self._was_idle, not unsent
-        if sent > self._sent_bytes_before or was_idle or not unsent:
-            self._sent_bytes_before, self._progress_at = sent, now
+        if drained > self._drained_before or was_idle or not unsent:
+            self._drained_before, self._progress_at = drained, now
             self.drained.set()
         elif now - self._progress_at >= limits.watch_stall_ms / 1000:
             self.close(1013, "the client does not read")
@@ -311,10 +311,10 @@ class RealtimeSession:
         if now - self._beat_at >= limits.watch_heartbeat_ms / 1000:
             self._beat_at = now
             self.send_tokens()
-        if self._sent_bytes != self._sent_before:
-            self._sent_before, self._quiet_since = self._sent_bytes, now
+        if self._written_bytes != self._written_before:
+            self._written_before, self._quiet_since = self._written_bytes, now
         elif now - self._quiet_since >= limits.sse_keep_alive_ms / 1000:
-            self._sent_bytes += self.transport.keep_alive()
+            self._written_bytes += self.transport.keep_alive()
         self.due_at = self._next_check_at(self.identity, now)
 
     def _next_check_at(self, identity: Identity, now: float) -> float:

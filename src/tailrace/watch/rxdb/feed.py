@@ -238,8 +238,8 @@ class ReplicationTransport(ABC):
         self.ended = False
         now = replication.context.loop.time()
         self.opened_at = now
-        self._sent_bytes = 0
-        self._sent_bytes_before = 0
+        self._written_bytes = 0
+        self._drained_before = 0
         self._progress_at = now
         replication.opened(self)
 
@@ -268,7 +268,7 @@ class ReplicationTransport(ABC):
             self.replication.closed(self)
 
     def count_sent(self, size_bytes: int) -> None:
-        self._sent_bytes += size_bytes
+        self._written_bytes += size_bytes
 
     def on_drain(self) -> None:
         self.drained.set()
@@ -286,9 +286,9 @@ class ReplicationTransport(ABC):
     def on_tick(self, now: float) -> None:
         limits = self.replication.limits
         unsent = self.unsent_bytes
-        sent = self._sent_bytes - unsent
-        if sent > self._sent_bytes_before or not unsent:
-            self._sent_bytes_before, self._progress_at = sent, now
+        drained = self._written_bytes - unsent
+        if drained > self._drained_before or not unsent:
+            self._drained_before, self._progress_at = drained, now
             self.drained.set()
         elif now - self._progress_at >= limits.watch_stall_ms / 1000:
             self.close(1013, "the client does not read")
