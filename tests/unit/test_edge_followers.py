@@ -72,7 +72,7 @@ def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.Monkey
         pool.close()
         owner.close()
 
-    asyncio.run(ask())
+    asyncio.run(request())
 
 
 class CrowdedPool:
