@@ -193,7 +193,7 @@ class Ledger(RuleBasedStateMachine):
         assert found["delivered"] + found["queued"] == taken
         assert deliveries["stored"] == sum(map(self._entries, (PLAIN, KEPT, RESTING, SLOW)))
         heard = sum(one["type"] == "n" for frames in self.world.said.values() for one in frames)
-        waits = [frame for one in self.world.hub.sessions.values() for frame in one.waiting or ()]
+        waits = [frame for one in self.world.hub.sessions.values() for frame in one.resume_buffer or ()]
         waiting = sum(b'"type":"n"' in frame for frame in waits)
         reached = deliveries["direct"] + deliveries["log"] + deliveries["waiting"]
         assert heard + waiting + self.letters("resume_expired") == reached

@@ -105,7 +105,7 @@ class Forwarder:
     ) -> None:
         """Forwards a request and its response; `apart` is for responses that may take long.
 
-        `observe` sees the head of the answer before the client does. If it raises, the client gets that.
+        `observe` gets the response header before the client. If it raises, the client gets that error.
         """
         check_single_headers(exchange)
         if exchange.wants_websocket():

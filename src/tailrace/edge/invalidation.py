@@ -53,7 +53,7 @@ class RegistryFollower:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def vouches_since(self, moment: float) -> bool:
+    def is_complete_since(self, moment: float) -> bool:
         """Whether all changes of streams since then are known here."""
         return all(followed.caught_up and followed.since <= moment for followed in self._followed)
 

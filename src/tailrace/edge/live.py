@@ -173,8 +173,8 @@ class LiveReader:
     async def _is_bare_since(self, channel: Channel) -> bool:
         """Whether the owner has nothing for this reader between a channel's end and `last`.
 
-        It tells a socket with a key of entries with other keys only now and then, so that on a busy stream
-        the channel is behind everybody who comes by slices, and stays there until its key is written.
+        A socket with a key gets controls for entries of other keys only occasionally, so on a busy stream the
+        channel lags behind slice reads until its key is written.
         """
         if not channel.key.key:
             return False

@@ -24,11 +24,11 @@ TABLE: Final[dict[str, MetricDefinition]] = {
     metric.name: metric
     for metric in (
         _row("info", "gauge", "Always 1; the label is the edge's version.", ("version",)),
-        _row("ready", "gauge", "1 while enough upstreams are well, else 0."),
+        _row("ready", "gauge", "1 while enough upstreams are healthy, else 0."),
         _row(
             "requests",
             "counter",
-            "Requests answered, by kind, by what X-Cache said, and by status.",
+            "Responses, by kind, X-Cache and status.",
             ("kind", "cache", "status"),
         ),
         _row("refused", "counter", "Requests that the edge itself refused, by error code.", ("code",)),
@@ -43,50 +43,50 @@ TABLE: Final[dict[str, MetricDefinition]] = {
         _row("private_sockets", "gauge", "Upstream sockets of single readers."),
         _row("ring_bytes", "gauge", "Recent batches held for readers."),
         _row("batches", "counter", "Batches received from upstreams."),
-        _row("encodings", "counter", "Wire forms made of batches: one per form, however many take it."),
-        _row("fanout_bytes", "counter", "Bytes of batches handed to live readers, by mode.", ("mode",)),
-        _row("join", "counter", "Live readers that joined a channel, by how they got there.", ("path",)),
+        _row("encodings", "counter", "Encodings of batches: one per wire form, shared by all readers."),
+        _row("fanout_bytes", "counter", "Bytes of batches sent to live readers, by mode.", ("mode",)),
+        _row("join", "counter", "Live readers that joined a channel, by path.", ("path",)),
         MetricDefinition(
             name="edge_delivery_seconds",
             kind="histogram",
             help="Time from a batch's arrival to its write to the last reader.",
             buckets=LATENCY_BUCKETS_S,
         ),
-        _row("cache_bytes", "gauge", "Slices kept, by where.", ("tier",)),
-        _row("cache_evictions", "counter", "Slices that made room for others, by where.", ("tier",)),
+        _row("cache_bytes", "gauge", "Bytes of cached slices, by tier.", ("tier",)),
+        _row("cache_evictions", "counter", "Evicted slices, by tier.", ("tier",)),
         _row("cache_invalidations", "counter", "Streams whose slices were dropped, by reason.", ("reason",)),
-        _row("coalesced", "counter", "Reads that joined an equal one that was under way."),
-        _row("recent_hits", "counter", "Reads at the tail that were given an answer of a moment ago."),
-        _row("revalidated", "counter", "Reads at the tail of which the upstream said that nothing changed."),
+        _row("coalesced", "counter", "Reads that joined an equal one in progress."),
+        _row("recent_hits", "counter", "Reads at the tail served from a recent response."),
+        _row("revalidated", "counter", "Reads at the tail that the upstream confirmed as unchanged."),
         _row(
             "ttl_renewals",
             "counter",
-            "Streams with a TTL that were renewed for reads answered here, by what came of it.",
+            "TTL renewals for reads served here, by outcome.",
             ("outcome",),
         ),
-        _row("reconnects", "counter", "Upstream sockets opened again, by why they had ended.", ("reason",)),
+        _row("reconnects", "counter", "Upstream sockets reopened, by the reason of their end.", ("reason",)),
         _row(
             "following",
             "gauge",
-            "1 while all upstreams tell at once what is deleted (registry) or revoked (revocations), else 0.",
+            "1 while deletions (registry) or revocations of all upstreams are followed, else 0.",
             ("what",),
         ),
         _row("token_refused", "gauge", "1 while an upstream refuses the edge's own token, else 0."),
-        _row("upstream_healthy", "gauge", "1 while an upstream is well, else 0.", ("upstream",)),
+        _row("upstream_healthy", "gauge", "1 while an upstream is healthy, else 0.", ("upstream",)),
         _row(
             "upstream_requests",
             "gauge",
-            "Requests to an upstream that are under way (active) or wait for a connection (queued).",
+            "Requests to an upstream in progress (active) or waiting for a connection (queued).",
             ("upstream", "state"),
         ),
-        _row("detached", "counter", "Live readers that were too slow and went back to reading slices."),
-        _row("overload", "counter", "Requests refused at a limit, by which.", ("limit",)),
+        _row("detached", "counter", "Live readers that were too slow and read slices again."),
+        _row("overload", "counter", "Requests refused at a limit, by limit.", ("limit",)),
     )
 }
 
 
 class EdgeTelemetry:
-    """The numbers of one edge; every attribute is a row of the table."""
+    """The metrics of one edge; every attribute is a row of the table."""
 
     def __init__(self, version: str = "") -> None:
         self.edge_info = LabeledValues()

@@ -257,7 +257,7 @@ class EdgeServer:
         telemetry.edge_body_bytes.read = lambda: http.body_bytes_held
         for mode in MODES:
             telemetry.edge_clients.reads[(mode,)] = lambda mode=mode: self.channels.clients[mode]
-        telemetry.edge_following.reads[("registry",)] = lambda: float(self.registry.vouches_since(inf))
+        telemetry.edge_following.reads[("registry",)] = lambda: float(self.registry.is_complete_since(inf))
         own = self.context.own_token
         telemetry.edge_token_refused.read = lambda: float(own is not None and own.is_refused)
         telemetry.edge_overload.reads[("connections",)] = lambda: http.connections_refused

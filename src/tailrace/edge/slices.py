@@ -133,11 +133,11 @@ class SliceReader:
     def _is_confirmed(self, facts: StreamInfo) -> bool:
         """Whether the stream is known to exist, with its lifetime.
 
-        The registry tells of streams, not of what is trimmed: that only the owner's answers do.
+        The registry has no trims: those are known from responses of the owner only.
         """
         if facts.lifetime is None:
             return False
-        if not facts.lifetime.retained and self._registry.vouches_since(facts.confirmed_at):
+        if not facts.lifetime.retained and self._registry.is_complete_since(facts.confirmed_at):
             return True
         age_s = self._context.loop.time() - facts.confirmed_at
         return age_s < self._context.limits.edge_confirm_ms / 1000

@@ -158,7 +158,7 @@ class UpstreamResponse:
     async def body(self, bytes_max: int) -> bytes | None:
         """The whole body, or None if it is longer than `most`; the rest is not read.
 
-        Others may wait for the same answer: an upstream that died in the middle of it must not hold them.
+        Times out on silence, because several reads may share this response.
         """
         parts: list[bytes] = []
         size = 0
@@ -440,7 +440,7 @@ class ConnectionPool:
     ) -> UpstreamResponse:
         """Sends a request whose body is still being received, with back-pressure.
 
-        An upstream that answers before the end gets no more of it. Raises `BodyLostError` if there is no end.
+        Stops at an early response. Raises `BodyLostError` if the body is cut off.
         """
         queued_s = await self._turn()
         connection = await self._kept_or_new()

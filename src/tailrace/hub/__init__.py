@@ -1,4 +1,4 @@
-"""The hub: actors that find each other, send, publish and keep mailboxes, over WebSockets.
+"""The hub: actors with addresses, messages, topics and durable mailboxes, over WebSockets.
 
 Nothing is imported here: the envelope, the addresses and the signatures serve clients too.
 """

@@ -151,7 +151,7 @@ def durable_topic_error(topic: str) -> str | None:
 
 
 class TopicFilter:
-    """What a subscription asks for: `+` is exactly one segment, a last `#` is all the rest, even nothing."""
+    """A subscription filter: `+` is exactly one segment, a last `#` is any number of segments."""
 
     __slots__ = ("_segments", "rest", "text")
 

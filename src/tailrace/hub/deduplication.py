@@ -119,7 +119,7 @@ class SeenMessages:
         )
 
     def add_bare(self, identifier: str, now_ms: int) -> bool:
-        """Remember a message that has no answer, at little cost. False if there is anything under its id,
+        """Records a message without answers, in little memory. False if the id is stored already,
         or no room.
 
         Its timestamp is not stored and never becomes `floor_ms`: where that matters, call `add`.
@@ -141,7 +141,7 @@ class SeenMessages:
     def add(
         self, identifier: str, now_ms: int, timestamp_ms: int, *, answers: tuple[bytes, ...] = ()
     ) -> SeenMessage:
-        """Remember an accepted message, which must not be known. `answers` if it is finished at once."""
+        """Records an accepted message, which must be new. `answers` if it is finished at once."""
         if now_ms >= self._expiry_ms:
             self.expire(now_ms)
         # An expired one may still be stored if the clock was set back.
@@ -157,7 +157,7 @@ class SeenMessages:
         return entry
 
     def add_waiter(self, entry: SeenMessage, waiter: object) -> bool:
-        """Wait for the answers of a message that is not finished. False if too many do."""
+        """Adds a session that waits for the answers of an unfinished message. False if too many wait."""
         assert not entry.finished
         if waiter not in entry.waiters:
             if len(entry.waiters) >= WAITERS_MAX:

@@ -121,7 +121,7 @@ class PendingRequests:
         self._by_request: dict[str, dict[str, PendingRequest]] = {}
         self._stored: dict[str, dict[int, PendingRequest]] = {}  # by stream and entry
         self.deadlines = RequestDeadlines()
-        # Closed requests: tells a late reply, which becomes a dead letter, from a forged one.
+        # Closed requests: distinguishes a late reply, which becomes a dead letter, from a forged one.
         self._closed: OrderedDict[str, tuple[str, str, str]] = OrderedDict()
         self._orphans: OrderedDict[str, None] = OrderedDict()  # stored requests without a connected requester
 

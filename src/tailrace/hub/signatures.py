@@ -1,11 +1,7 @@
 """HMAC-SHA256 message signatures over the fixed-order or the canonical (RFC 8785) form.
 
-JSON in the one form that everybody writes alike (RFC 8785).
-
-Signatures of messages: HMAC-SHA256 with a secret that an identity shares with the hub.
-
-The first version signs the members in a fixed order, as they are written. The second signs the canonical form
-of the whole envelope, and names its key.
+The secret is shared between an identity and the hub. Version 1 signs the members in a fixed order;
+version 2 signs the canonical form of the whole envelope, and names its key.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ _SHORT: Final = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\t": "\\t", "\n": "\\n"
 
 
 def canonical_json(text: bytes, *, without: str | None = None) -> bytes:
-    """The canonical form of a JSON text, if wished without one member of the outermost object.
+    """The canonical form of a JSON text, optionally without one top-level member.
 
     ValueError for what has no such form: names that come twice, half a surrogate pair, numbers too great.
     """
@@ -47,15 +43,15 @@ def canonical_json(text: bytes, *, without: str | None = None) -> bytes:
 def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("duplicate member name")
     return found
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
-# Every number is what JavaScript would read, whole ones too.
+# Every number is read as a double, as JavaScript does.
 _decoder: Final = json.JSONDecoder(
     object_pairs_hook=_unique_members, parse_int=float, parse_float=float, parse_constant=_refuse_constant
 )
@@ -99,9 +95,9 @@ def _format_string(value: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """A number as ECMAScript writes it: the shortest digits that come back as the same number."""
+    """A number as ECMAScript writes it: the shortest digits that parse to the same number."""
     if not math.isfinite(value):
-        raise ValueError("the number is too great")
+        raise ValueError("the number is too large")
     if value == 0:
         return "0"
     sign = "-" if value < 0 else ""
@@ -135,7 +131,7 @@ _V2: Final = "v2:"
 
 
 class SignatureKey(msgspec.Struct, frozen=True):
-    """A secret of an identity. One that was replaced still counts for a day."""
+    """A secret of an identity. A retired one is valid for one more day."""
 
     id: str
     secret: bytes
@@ -152,7 +148,7 @@ class SignatureKey(msgspec.Struct, frozen=True):
 
 
 def verify_signature(frame: bytes, signature: str, keys: Iterable[SignatureKey], now_ms: int) -> None:
-    """Refuses a frame whose signature no valid key of its sender explains."""
+    """Raises if no valid key of the sender matches the signature."""
     named, mac = _parse_signature(signature)
     content = _signed_content(frame, canonically=named is not None)
     for key in keys:
@@ -163,20 +159,20 @@ def verify_signature(frame: bytes, signature: str, keys: Iterable[SignatureKey],
 
 
 def compute_signature(frame: bytes, secret: bytes, key_id: str | None = None) -> str:
-    """The signature for a frame: of the second version if the key has a name, else of the first."""
+    """The signature of a frame: version 2 if the key has a name, else version 1."""
     mac = base64.b64encode(_mac(secret, _signed_content(frame, canonically=key_id is not None))).decode()
     return mac if key_id is None else f"{_V2}{key_id}:{mac}"
 
 
 def sign_frame(frame: bytes, secret: bytes, key_id: str | None = None) -> bytes:
-    """A frame of ours, which ends without a signature, with one."""
+    """Adds a signature to an unsigned frame of our encoder."""
     end = b'"signature":null}'
     assert frame.endswith(end)
     return b'%b"signature":"%b"}' % (frame[: -len(end)], compute_signature(frame, secret, key_id).encode())
 
 
 def _parse_signature(signature: str) -> tuple[str | None, bytes]:
-    """The name of the key, if there is one, and the code."""
+    """The key name, if any, and the MAC."""
     named: str | None = None
     text = signature
     if signature.startswith(_V2):
