@@ -98,7 +98,9 @@ class IdentityRoutes:
     def _show_keys(self, exchange: Exchange) -> None:
         book = self._required_verifier.book
         self._respond_later(
-            exchange, book.read_records, lambda found: (200, {"keys": [key.to_public() for key in found.keys]})
+            exchange,
+            book.read_records,
+            lambda found: (200, {"keys": [key.to_public() for key in found.keys]}),
         )
 
     def _create_key(self, exchange: Exchange, identity: Identity) -> None:

@@ -224,7 +224,11 @@ class Server:
         self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, memory_limit_bytes(limits))
         self._memory.evictors += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
         search = self.app.search
-        self._memory.evictors += [search.tail.evict_all, search.records.shed, self._index_files.files.evict_all]
+        self._memory.evictors += [
+            search.tail.evict_all,
+            search.records.shed,
+            self._index_files.files.evict_all,
+        ]
         self._memory.on_tick.append(partial(search.index_new_rows, self.app.guard.grown))
         node = self._inspected_parts(context)
         self.app.server = ServerRoutes(node)
