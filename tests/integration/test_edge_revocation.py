@@ -170,7 +170,7 @@ def test_a_token_that_was_made_for_an_api_key_is_judged_by_the_server(
     key, _ = create_api_key(sub="ci", scopes=["read"])
     IdentityStore(IdentityFile(server.data_dir / "identity.json")).add_key(key)
     claims = jwt.decode(token("read", sub="ci"), options={"verify_signature": False})
-    made = jwt.encode(claims | {"trVouched": f"key {key.mark}"}, SECRET, algorithm="HS256")
+    made = jwt.encode(claims | {"trVouched": f"key {key.fingerprint}"}, SECRET, algorithm="HS256")
     answer = eventually(
         lambda: Caller(edge, made)("GET", "secrets/one?offset=-1"), lambda reply: reply.status == 200
     )

@@ -75,7 +75,7 @@ def test_a_client_whose_heartbeats_are_not_answered_connects_again(start_server:
     timeouts = Timeouts(heartbeat_s=1.0, connect_s=2.0)
     with Hub(server.base_url, address="@(plan/beats)", retries=QUICK, timeouts=timeouts) as hub:
         hub.register()
-        session = hub._hub._place.session
+        session = hub._hub._resources.session
         server.signal(signal.SIGSTOP)
         try:
             eventually(lambda: session._link, lambda link: link is None)

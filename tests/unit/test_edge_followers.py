@@ -51,7 +51,7 @@ def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.Monkey
     monkeypatch.setattr(upstream_pool, "SILENCE_S_MAX", 0.05)
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
 
-    async def ask() -> None:
+    async def request() -> None:
         over = asyncio.Event()
 
         async def say_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -155,7 +155,7 @@ class OtlpRoutes:
     # -- an export -------------------------------------------------------------------------------------
 
     def _begin(self, exchange: Exchange, stream: Stream) -> None:
-        profile = self._validator.profiles.of(stream.documents)
+        profile = self._validator.profiles.get(stream.documents)
         if not isinstance(profile, OtelTracesProfile):
             message = "OTLP traces require a stream with the otel-traces profile"
             raise TailraceError("invalid_request", message)
@@ -212,7 +212,7 @@ class OtlpRoutes:
         for batch in batches:
             lengths = None if len(batch.lengths) == 1 else batch.lengths
             request = AppendRequest(batch.body(), JSON_MEDIA_TYPE, lengths)
-            request.check = partial(self._validator.check_normal, profile, batch.keys)
+            request.check = partial(self._validator.check_normalised, profile, batch.keys)
             offset = await self._append(target, request)
         return export, offset
 

@@ -403,7 +403,7 @@ class StreamRoutes:
         """The documents that a fork inherits from its source; its first entries have to be valid for them."""
         documents = source.documents or {}
         if initial is not None:
-            keys = self._validator.judge(initial, source)
+            keys = self._validator.normalise(initial, source)
             initial.check = lambda _request, _stream: keys
         inherited: dict[str, bytes] = {}
         if SCHEMA_DOCUMENT in documents:
