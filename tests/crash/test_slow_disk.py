@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from crash.wire import Answer
 from support.calls import Caller
 from support.server import ServerProcess
 from support.watch_client import Live
+from support.wire import is_readable
 
 # The file that appends go to; the next one is being prepared meanwhile, and must not take the blow.
 ACTIVE = "0000000000000001.jnl"
@@ -106,7 +106,7 @@ class Request:
 
     @property
     def answered(self) -> bool:
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return is_readable(self._socket)
 
     def read_until(self, text: bytes) -> bytes:
         """What has arrived when this is in it, or when the connection has ended."""

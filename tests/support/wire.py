@@ -23,6 +23,13 @@ def fresh(kind: str = "rules") -> str:
     return f"{kind}/{next(_numbers)}"
 
 
+def is_readable(opened: socket.socket) -> bool:
+    """Whether something has arrived; any number of files may be open (`select` has a limit of 1024)."""
+    poll = select.poll()
+    poll.register(opened, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 @dataclass
 class Answer:
     status: int
@@ -82,8 +89,7 @@ class Connection:
         """Whether the other side has ended the connection while nothing was under way."""
         if self._buffer:
             return False
-        readable, _, _ = select.select([self._socket], [], [], 0)
-        return bool(readable)
+        return is_readable(self._socket)
 
     def _more(self) -> bool:
         piece = self._socket.recv(65536)
