@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -28,7 +27,7 @@ from tailrace.hub.effects import AppendOutcome, DeleteStream, Read, ReadResult
 from tailrace.hub.envelope import parse_envelope
 from tailrace.hub.errors import HubError, field_error, to_hub_error
 from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX, TRACE_KIND_BY_FEED
-from tailrace.hub.requests import HubRequest
+from tailrace.hub.requests import HubRequest, parse_time_ns
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:
@@ -148,14 +147,12 @@ def _since_ns(request: HubRequest) -> int | None:
     found = request.payload.value("since")
     if found is None:
         return None
-    if isinstance(found, int) and not isinstance(found, bool):
-        return found * 1_000_000
-    if isinstance(found, str):
-        try:
-            return int(datetime.fromisoformat(found).timestamp() * 1e9)
-        except ValueError:
-            pass
-    raise field_error("since", "since must be Unix milliseconds or an RFC 3339 timestamp")
+    since_ns = parse_time_ns(found)
+    if since_ns is None:
+        raise field_error(
+            "since", "since must be Unix milliseconds or an RFC 3339 timestamp with a time zone"
+        )
+    return since_ns
 
 
 def _send_messages(

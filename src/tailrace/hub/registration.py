@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +27,7 @@ from tailrace.hub.registry import (
     from_record,
     to_record,
 )
-from tailrace.hub.requests import HubRequest
+from tailrace.hub.requests import HubRequest, parse_time_ns
 from tailrace.hub.sender import rename_session
 from tailrace.hub.session import Session
 
@@ -365,7 +364,7 @@ def _append_and_notify(hub: Hub, told: str, found: Registration, body: bytes) ->
 
 DISCOVERY_PAGE_MAX: Final = 100
 REPLAY_ENTRIES: Final = 1000
-AS_OF_FORMS: Final = "asOf must be Unix milliseconds, an RFC 3339 timestamp or an offset"
+AS_OF_FORMS: Final = "asOf must be Unix milliseconds, an RFC 3339 timestamp with a time zone, or an offset"
 REPLAY_BYTES: Final = 1024 * 1024
 FULL_REWRITE_NS: Final = 2 * 24 * 3600 * 10**9  # every active registration is logged again within this time
 
@@ -522,10 +521,10 @@ def _parse_as_of(streams: HubStreams, as_of: object, tail: int) -> tuple[int, in
     if not isinstance(as_of, str):
         raise field_error("asOf", AS_OF_FORMS)
     if "T" in as_of and "-" in as_of:
-        try:
-            return tail, int(datetime.fromisoformat(as_of).timestamp() * 1e9)
-        except ValueError:
-            raise field_error("asOf", AS_OF_FORMS) from None
+        time_ns = parse_time_ns(as_of)
+        if time_ns is None:
+            raise field_error("asOf", AS_OF_FORMS)
+        return tail, time_ns
     try:
         return streams.resolve(REGISTRY_STREAM, as_of), None
     except TailraceError as error:

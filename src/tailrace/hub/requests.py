@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
+from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.hub.envelope import Envelope, SharedEnvelope, parse_members
 from tailrace.hub.errors import field_error
 from tailrace.hub.sender import NO_SENDER, Sender, encode_message, encode_shared_message, stored_sender
@@ -184,6 +185,16 @@ class OutgoingMessage(msgspec.Struct, eq=False, gc=False):
 
     def is_expired(self, now_ms: int) -> bool:
         return self.ttl is not None and self.timestamp + self.ttl < now_ms
+
+
+def parse_time_ns(value: object) -> int | None:
+    """Unix milliseconds or an RFC 3339 timestamp as Unix nanoseconds; None if it is neither.
+
+    A timestamp without a zone is neither: it would mean another time on each server.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value * 1_000_000
+    return parse_rfc3339_ns(value) if isinstance(value, str) else None
 
 
 def forwarded_metadata(request: HubRequest) -> bytes:

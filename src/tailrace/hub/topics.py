@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,7 +17,7 @@ from tailrace.hub.errors import HubError, field_error, to_hub_error
 from tailrace.hub.flow_control import FULL, SENT, SLOW, WAITING, Recipient, send_to_many
 from tailrace.hub.pending_requests import REQUEST_TTL_MS_MAX, PendingRequest
 from tailrace.hub.registry import DeliveryOptions
-from tailrace.hub.requests import HubRequest, OutgoingMessage
+from tailrace.hub.requests import HubRequest, OutgoingMessage, parse_time_ns
 from tailrace.hub.send import check_duplicate, read_type_and_data
 from tailrace.hub.session import Session
 
@@ -266,7 +265,7 @@ class Topics:
                 )
             )
 
-        since = _parse_start_ns(begin)
+        since = parse_time_ns(begin)
         stream = topic_stream(wanted.text)
         if since is None or not wanted.is_plain or hub.streams.tail(stream) is None:
             start(None)
@@ -453,17 +452,6 @@ def encode_subscription_event(found: TopicSubscription, *, ended: bool = False) 
     value = SubscriptionRecord(f"@({found.owner})", found.filter.text, found.id, found.name, found.group)
     headers = {"operation": "insert"}
     return msgspec.json.encode({"type": "subscription", "key": key, "value": value, "headers": headers})
-
-
-def _parse_start_ns(begin: object) -> int | None:
-    if isinstance(begin, int) and not isinstance(begin, bool):
-        return begin * 1_000_000
-    if isinstance(begin, str) and "T" in begin and "-" in begin:
-        try:
-            return int(datetime.fromisoformat(begin).timestamp() * 1e9)
-        except ValueError:
-            return None
-    return None
 
 
 class Publication:
