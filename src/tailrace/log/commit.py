@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
@@ -24,12 +23,10 @@ from tailrace.common.logging_setup import log_fields
 from tailrace.log.journal import (
     FRAME,
     FRAME_BYTES,
-    HEADER_BYTES,
     JournalFile,
     crc32c_extend,
     encode_header,
     encode_mark,
-    write_all,
 )
 
 # Above this, waiting for a sync before writing the next batch costs throughput.
@@ -332,23 +329,8 @@ def sync_batch(batch: CommitBatch, thread: int) -> None:
     file = batch.file
     assert file is not None
     try:
-        write_batch(batch, file.fds[thread])
+        file.write_durably(thread, batch.data, batch.position)
     except OSError as error:
         batch.error = file.failed = error
     batch.sync_s = time.perf_counter() - started
     batch.synced = True
-
-
-def write_batch(batch: CommitBatch, fd: int) -> None:
-    """One write and one `fdatasync`, on a commit thread and its own descriptor.
-
-    The first batch of a file starts with the header, which is synced before the records: otherwise a crash
-    could leave records without a header.
-    """
-    data, position = batch.data, batch.position
-    if not position:
-        write_all(fd, data[:HEADER_BYTES], 0)
-        os.fdatasync(fd)
-        data, position = data[HEADER_BYTES:], HEADER_BYTES
-    write_all(fd, data, position)
-    os.fdatasync(fd)

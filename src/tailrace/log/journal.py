@@ -96,6 +96,20 @@ class JournalFile:
         for fd in self.fds:
             os.close(fd)
 
+    def write_durably(self, thread: int, data: bytes, position: int) -> None:
+        """One write and one `fdatasync`, on a commit thread and its own descriptor. Raises OSError.
+
+        The first batch of a file starts with the header, which is synced before the records: otherwise a
+        crash could leave records without a header.
+        """
+        fd = self.fds[thread]
+        if not position:
+            write_all(fd, data[:HEADER_BYTES], 0)
+            os.fdatasync(fd)
+            data, position = data[HEADER_BYTES:], HEADER_BYTES
+        write_all(fd, data, position)
+        os.fdatasync(fd)
+
     def cut_off(self) -> None:
         """Truncates the file durably after its acknowledged part. No commit thread may be writing to it.
 
