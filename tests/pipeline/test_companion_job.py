@@ -91,7 +91,7 @@ def test_a_worker_that_dies_once_is_replaced(
     for first in (1, 6, 11):
         shelf.seal(_rows(first, 5))
     monkeypatch.setattr(failing, "VALUE", f"worker:mid_build:{tmp_path / 'died'}")
-    monkeypatch.setattr(index_build, "build_companions", failing.build_companions)
+    monkeypatch.setattr(index_build, "build_index_files", failing.build_companions)
     assert {outcome.status for outcome in run().values()} == {"built"}
 
 
@@ -99,7 +99,7 @@ def test_p19_the_culprit_is_found(shelf: Shelf, run: Run, monkeypatch: pytest.Mo
     firsts = (1, 6, 11, 16, 21)
     for first in firsts:
         shelf.seal(_rows(first, 5))
-    monkeypatch.setattr(index_build, "build_companions", failing.die_at_entry_11)
+    monkeypatch.setattr(index_build, "build_index_files", failing.die_at_entry_11)
     statuses = {first: outcome.status for first, outcome in run().items()}
     assert statuses == {first: "failed" if first == 11 else "built" for first in firsts}
 

@@ -58,9 +58,9 @@ import sys
 import pyarrow as pa
 from tailrace.spark import sink, stream_reader
 from tailrace.spark.columns import encode_offsets
-from tailrace.storage.segments.parquet import INT64, integer_scalar, text_scalar
+from tailrace.storage.segments.parquet import INT64, integer_scalar, string_scalar
 entries = pa.repeat(integer_scalar(INT64, 7), 2)
-print(encode_offsets(entries, entries).to_pylist()[0], text_scalar("ä").as_py(), "pandas" in sys.modules)
+print(encode_offsets(entries, entries).to_pylist()[0], string_scalar("ä").as_py(), "pandas" in sys.modules)
 """
     assert run_alone(script) == f"{offsets.encode_offset(7, 7)} ä False"
 
