@@ -64,7 +64,7 @@ def test_a_report_that_was_lost_is_taken_up_from_the_manifest(
 ) -> None:
     stream = fill(real, 8)
     with monkeypatch.context() as lost:
-        lost.setattr(real.log, "record", lambda _: None)
+        lost.setattr(real.log, "record_objects", lambda _: None)
         real.seal(stream)
     uploaded = segments(real)
     assert (stream.sealed, len(uploaded)) == (0, 3)

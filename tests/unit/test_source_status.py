@@ -42,6 +42,6 @@ def test_the_command_line_says_what_is_not_known(capfdbinary: pytest.CaptureFixt
     source._print({**shown, "status": status}, Session())
     out = capfdbinary.readouterr().out.decode()
     assert "lag          not known\n" in out
-    assert "keeps an unknown number of bytes" in out
+    assert "retains an unknown number of bytes" in out
     assert "changes      0 since the server started" in out
     assert "0 bytes" not in out

@@ -113,9 +113,7 @@ def run(
     master: Annotated[
         str,
         Parameter(
-            env_var="TAILRACE_PIPELINE_MASTER",
-            group=_SPARK,
-            help="local[N], spark://, sc://, k8s:// or yarn.",
+            env_var="TAILRACE_PIPELINE_MASTER", group=_SPARK, help="local[N], spark://, sc://, k8s://."
         ),
     ] = "local[*]",
     store: Annotated[
@@ -169,9 +167,9 @@ def run(
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if supervised is not None:
-        return _run_supervised(supervised, options)
-    return _run(with_scheme(endpoint), _token_from(token, token_file), options)
+    if supervised is None:
+        return _run(with_scheme(endpoint), _token_from(token, token_file), options)
+    return _run_supervised(supervised, options)
 
 
 def _run_supervised(descriptor: int, options: PipelineOptions) -> int:

@@ -484,7 +484,7 @@ class ClusterSubscriptions(SubscriptionService):
         yield from super().scan(prefix)
         yield list(self._peer_tails.scan(prefix))
 
-    async def hear_of(self, config: SubscriptionConfig) -> None:
+    async def wait_for_streams(self, config: SubscriptionConfig) -> None:
         patterns, paths = self._add_interest(config, ())
         await self._peer_tails.subscribe(patterns, paths)
 

@@ -221,15 +221,7 @@ class Server:
         connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
-        self._memory = MemoryGuard(self.log, SYSTEM_CLOCK, loop, memory_limit_bytes(limits))
-        self._memory.evictors += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
-        search = self.app.search
-        self._memory.evictors += [
-            search.tail.evict_all,
-            search.records.shed,
-            self._index_files.files.evict_all,
-        ]
-        self._memory.on_tick.append(partial(search.index_new_rows, self.app.guard.grown))
+        self._memory = self._guard_memory(memory_limit_bytes(limits))
         node = self._inspected_parts(context)
         self.app.server = ServerRoutes(node)
         self.app.server.pipeline = self.pipeline.state.details
@@ -242,6 +234,15 @@ class Server:
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
         self.url = ""
+
+    def _guard_memory(self, limit_bytes: int) -> MemoryGuard:
+        """The memory guard, with all caches that it may evict."""
+        guard = MemoryGuard(self.log, SYSTEM_CLOCK, self.context.loop, limit_bytes)
+        search = self.app.search
+        guard.evictors += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
+        guard.evictors += [search.tail.evict_all, search.records.shed, self._index_files.files.evict_all]
+        guard.on_tick.append(partial(search.index_new_rows, self.app.guard.grown))
+        return guard
 
     async def start(self) -> None:
         settings = self._settings

@@ -62,6 +62,11 @@ SCHEMAS: Final[Json] = {
 }
 
 
+_PAGE_TEXT = "A page of documents; one with fewer than `limit` is the last."
+_CONFLICTS_TEXT = "The current state of documents that were not written."
+_LIMIT: Json = {"type": "integer", "minimum": 1, "maximum": 1000}
+
+
 def replication_paths() -> Json:
     return {
         "/replication/ws": {
@@ -80,22 +85,13 @@ def replication_paths() -> Json:
                 "pullDocuments",
                 TAG,
                 "Documents that changed since a checkpoint",
-                {
-                    "200": answer(
-                        "A page of documents; one with fewer than `limit` is the last.",
-                        schema("ReplicationPage"),
-                    )
-                },
+                {"200": answer(_PAGE_TEXT, schema("ReplicationPage"))},
                 (404, 410, 429, 501),
                 scope="read",
                 parameters=[
                     _COLLECTION,
                     _CHECKPOINT,
-                    query(
-                        "limit",
-                        "Maximum documents, 100 by default.",
-                        {"type": "integer", "minimum": 1, "maximum": 1000},
-                    ),
+                    query("limit", "Maximum documents, 100 by default.", _LIMIT),
                     *_SHAPE,
                 ],
             ),
@@ -106,12 +102,7 @@ def replication_paths() -> Json:
                 "pushDocuments",
                 TAG,
                 "Write documents, except for those that were changed in the meantime",
-                {
-                    "200": answer(
-                        "The current state of documents that were not written.",
-                        schema("ReplicationConflicts"),
-                    )
-                },
+                {"200": answer(_CONFLICTS_TEXT, schema("ReplicationConflicts"))},
                 (404, 405, 415, 429, 501, 507),
                 scope="write",
                 body=request(
@@ -138,12 +129,7 @@ def replication_paths() -> Json:
                 },
                 (404, 410, 429, 501),
                 scope="read",
-                parameters=[
-                    _COLLECTION,
-                    _CHECKPOINT,
-                    _OF_CLIENT,
-                    *_SHAPE,
-                ],
+                parameters=[_COLLECTION, _CHECKPOINT, _OF_CLIENT, *_SHAPE],
             ),
         },
     }
