@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+import tailrace
 from tailrace.spark.live_queries.shadow_job import (
+    MATCHER_MODULES,
+    MatcherProcessError,
     PackageVersionError,
     ShadowVerdict,
     SidePair,
     latency_bucket,
     load_archive,
+    matcher_module,
     put_archive,
     quantile,
     render_histogram,
@@ -38,6 +42,32 @@ def test_a_directory_is_packed_and_unpacked(tmp_path: Path) -> None:
     unpack_archive(store, put_archive(store, data), tmp_path / "there")
     found = {path.relative_to(tmp_path / "there") for path in (tmp_path / "there").rglob("*.py*")}
     assert found == {Path("tailrace/__init__.py"), Path("tailrace/watch/one.py")}
+
+
+def _unpacked_with(tmp_path: Path, *modules: str) -> Path:
+    """A version whose archive has the given modules, unpacked."""
+    source, store, unpacked = tmp_path / "source", tmp_path / "store", tmp_path / "unpacked"
+    for name in ("tailrace.__init__", *modules):
+        path = (source / name.replace(".", "/")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    store.mkdir()
+    unpack_archive(store.as_uri(), put_archive(store.as_uri(), load_archive(str(source))), unpacked)
+    return unpacked
+
+
+def test_the_matcher_of_a_version_is_found_at_its_current_and_at_its_old_path(tmp_path: Path) -> None:
+    current, old = MATCHER_MODULES
+    for name, modules, expected in (("new", (current,), current), ("old", (old,), old)):
+        (tmp_path / name).mkdir()
+        assert matcher_module(_unpacked_with(tmp_path / name, *modules)) == expected
+    installed = Path(tailrace.__file__).parent.parent
+    assert matcher_module(installed) == current
+
+
+def test_a_version_without_a_matcher_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MatcherProcessError, match="none of the matcher modules"):
+        matcher_module(_unpacked_with(tmp_path, "tailrace.watch.one"))
 
 
 def test_what_is_no_version(tmp_path: Path) -> None:
