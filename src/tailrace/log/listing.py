@@ -21,7 +21,6 @@ from tailrace.log import system_streams
 from tailrace.log.decide import AppendRequest
 from tailrace.log.log import Log
 from tailrace.log.model import Stream
-from tailrace.log.stored_streams import decode_stream
 from tailrace.log.transaction import ignore_reply
 
 
@@ -55,7 +54,7 @@ def _names_after(
     rows = log.store.db.images_after(after, prefix, limit)
     for name, image in rows:
         if name.startswith(prefix) and name not in streams.changed_names:
-            merged[name] = None if name in streams.by_name else decode_stream(image)
+            merged[name] = None if name in streams.by_name else log.store.load_stream(image)
     begin = max(after, prefix)
     taken = 0
     for name in streams.changed_names.irange(begin):

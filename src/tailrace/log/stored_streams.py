@@ -172,13 +172,14 @@ class StoredStreams:
 
     def stream_by_name(self, name: str) -> Stream | None:
         raw = self.db.image_by_name(name)
-        return None if raw is None else self._whole(raw)
+        return None if raw is None else self.load_stream(raw)
 
     def stream_by_number(self, number: int) -> Stream | None:
         raw = self.db.image_by_number(number)
-        return None if raw is None else self._whole(raw)
+        return None if raw is None else self.load_stream(raw)
 
-    def _whole(self, raw: bytes) -> Stream:
+    def load_stream(self, raw: bytes) -> Stream:
+        """The stream of an image, with its documents."""
         stream = decode_stream(raw)
         if stream.documents is not None:
             stream.documents = stream.visible_documents = self.db.documents.of(stream.number) or None
