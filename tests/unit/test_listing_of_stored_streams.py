@@ -18,9 +18,11 @@ def test_a_stored_stream_is_listed_with_its_profile(tmp_path: Path) -> None:
         log.call(log.log.create, CreateRequest("a", "application/json"), ignore_reply, None)
         log.settle()
         document = b'{"apiVersion":"durable.streams/profile/v1","profile":{"kind":"evlog"}}'
-        log.call(log.log.describe, log.find("a"), "profile", document, ignore_reply, None)
+        stream = log.find("a")
+        assert stream is not None
+        log.call(log.log.describe, stream, "profile", document, ignore_reply, None)
         log.settle()
-        kind = read_profile_kind(log.find("a"))
+        kind = read_profile_kind(stream)
         assert kind != "generic"
         log.call(log.log.rotate_journal)
         log.settle()
