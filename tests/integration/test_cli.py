@@ -322,7 +322,7 @@ def test_an_address_or_a_token_that_cannot_be_is_told(server: ServerProcess) -> 
         assert (wrong.code, "must be a URL" in wrong.err) == (2, True), wrong.err
         secret = tailrace(*args, "--url", server.base_url, env={"TAILRACE_TOKEN": "hush\nhush"})
         assert secret.code == 2
-        assert "the token has characters that no header can carry" in secret.err
+        assert "the token must be printable ASCII without spaces" in secret.err
         assert "hush" not in secret.err
     assert _on(server, "seal", "--url", f"{server.base_url}/").code == 0
 
