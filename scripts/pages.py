@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tailrace.cli.app import VERBS
 from tailrace.cli.errors import EXIT_CODES
+from tailrace.common.errors import ERROR_CATALOGUE
 from tailrace.common.metrics import MetricDefinition
 from tailrace.common.server_metrics import SERVER_METRICS as METRICS
 from tailrace.common.settings import PRESETS, SETTINGS_TABLE, Setting
@@ -169,7 +170,45 @@ def cli_page() -> str:
     return "\n".join(part.strip() + "\n" for part in parts)
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "cli.md": cli_page}
+ERRORS_INTRO = """\
+# Error codes
+
+*Made from `common/errors.py` by `make docs`.*
+
+Every error response has the same form. Programs test `code`; `message` is for people and may change; some
+errors have further members, which [http.md](http.md) describes with their routes.
+
+```json
+{"error": {"code": "not_found", "message": "there is no stream 'orders'"}}
+```
+
+Errors with a retry time carry `Retry-After`, and nothing was changed when they are sent: repeat the request
+as it is. After 408 and 500 a read may be repeated too. All other errors come again until the request or the
+resource changes.
+"""
+
+
+def errors_page() -> str:
+    parts = [ERRORS_INTRO]
+    for area, kinds in ERROR_CATALOGUE.items():
+        rows = [
+            f"\n## {area}\n",
+            "| status | code | meaning | what to do | retry after |",
+            "|---|---|---|---|---|",
+        ]
+        for code, kind in sorted(kinds.items(), key=lambda found: found[1].status):
+            retry = "" if kind.retry_after_s is None else f"{kind.retry_after_s} s"
+            rows.append(f"| {kind.status} | `{code}` | {kind.meaning} | {kind.remedy} | {retry} |")
+        parts.append("\n".join(rows) + "\n")
+    return "".join(parts)
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "metrics.md": metrics_page,
+    "cli.md": cli_page,
+    "errors.md": errors_page,
+}
 
 
 def main() -> int:

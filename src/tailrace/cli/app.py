@@ -12,7 +12,7 @@ from tailrace import __version__
 
 _SERVER: Final = Group("Server", sort_key=1)
 _STREAMS: Final = Group("Streams", sort_key=2)
-_MAINTENANCE: Final = Group("Care", sort_key=3)
+_MAINTENANCE: Final = Group("Maintenance", sort_key=3)
 
 _HELP: Final = """A durable stream server and the tools around it.
 
