@@ -23,6 +23,10 @@ FUNCTION_LINES_MAX = 70
 UNFINISHED = re.compile(r"TOD[O]|FIXM[E]|NotImplementedErro[r]")
 MACHINE = re.compile(r"/roo[t]/|/wor[k]/|/hom[e]/|bash_job[s]|index-ur[l]|registry[=]")
 RESOLVED = re.compile(r'"resolved":\s*"https?://')
+OLD_WORDS = re.compile(
+    r"\b(whoever|nobody|somebody|everybody|convoys?|burying|burials?|leash)\b", re.IGNORECASE
+)
+LOG_LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 UNTESTED = re.compile(r"mark\.(ski[p]|xfai[l])|pytest\.(ski[p]|xfai[l])\(")
 
 
@@ -85,6 +89,26 @@ def test_nothing_names_the_machine_it_was_written_on() -> None:
         == []
     )
     assert _matches(RESOLVED, _files(".json")) == []
+
+
+def test_source_uses_the_words_of_the_glossary() -> None:
+    assert _matches(OLD_WORDS, _files(".py", under="src")) == []
+
+
+def test_log_lines_are_constant_texts() -> None:
+    """Values go into fields (`extra=log_fields(...)`): an operator searches for the text."""
+    found: list[str] = []
+    for path in _files(".py", under="src"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in LOG_LEVELS
+                and "logger" in ast.unparse(node.func.value)
+                and (len(node.args) != 1 or not isinstance(node.args[0], ast.Constant | ast.Name))
+            ):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert found == []
 
 
 def test_no_test_is_switched_off() -> None:

@@ -176,8 +176,8 @@ def _run_supervised(descriptor: int, options: PipelineOptions) -> int:
     from tailrace.spark.jobs.pipeline import ParentPipe
     from tailrace.spark.session import parse_extra_settings
 
-    leash = ParentPipe(descriptor)
-    orders = leash.settings
+    parent = ParentPipe(descriptor)
+    orders = parent.settings
     given: dict[str, Any] = {
         "master": orders.master,
         "store": orders.store,
@@ -193,7 +193,7 @@ def _run_supervised(descriptor: int, options: PipelineOptions) -> int:
     }
     options = options._replace(**{name: value for name, value in given.items() if value is not None})
     require_spark(options.master)
-    return _run(orders.endpoint, leash.token, options, supervised=orders)
+    return _run(orders.endpoint, parent.token, options, supervised=orders)
 
 
 def _run(

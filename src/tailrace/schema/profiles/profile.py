@@ -172,10 +172,10 @@ def needs_entry_check(new: Profile, current: Profile) -> bool:
 def install_profile(
     new: Profile, current: Profile, registry: Registry, next_sequence: int, *, adopted: bool = False
 ) -> Registry:
-    """The stream's registry once the profile is installed; the same one if nothing changes in it.
+    """The stream's registry after the installation of a profile; the same object if it does not change.
 
-    Whoever posts the kind that is installed changes its configuration: what was done to the registry since
-    stays as it is. `adopted` says that all entries are what the profile would have stored.
+    Posting the installed kind again only changes its configuration: later changes of the registry stay.
+    `adopted` is true if all entries are what the profile would have stored.
     """
     update = new.update
     if update is None or new.kind == current.kind:

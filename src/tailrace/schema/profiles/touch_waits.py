@@ -159,7 +159,7 @@ def _ids(given: dict[str, object]) -> frozenset[int]:
 
 
 class Waiters:
-    """Everybody who waits on one stream, found by what they listen to."""
+    """The waiting requests of one stream, by the keys that they wait for."""
 
     def __init__(self) -> None:
         self.all: dict[Waiter, None] = {}
