@@ -83,7 +83,7 @@ def reason_of(refused: TailraceError) -> str:
         return "too complex"
     if "overload" in refused.message or "undeclared" in refused.message:
         return "types or names that do not fit"
-    if "values of this kind" in refused.message or "plain text" in refused.message:
+    if "values of this type" in refused.message or "Unicode text" in refused.message:
         return "bytes"
     return "messages" if "messages" in refused.message else "functions and forms that it has not"
 
