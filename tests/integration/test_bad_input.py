@@ -62,7 +62,7 @@ UPDATES: dict[str, tuple[Any, str]] = {
         {"schema": {"$schema": "https://x/y"}, "lens": lens(RENAME)},
         "unsupported $schema https://x/y",
     ),
-    "no schema": ({"schema": 5, "lens": lens(RENAME)}, "invalid schema: it must be"),
+    "no schema": ({"schema": 5, "lens": lens(RENAME)}, "invalid schema: must be"),
     "meta-schema": ({"schema": {"type": "number!"}, "lens": lens(RENAME)}, "invalid schema: "),
     "look-around": (
         {"schema": {"pattern": "(?=a)b"}, "lens": lens(RENAME)},

@@ -362,7 +362,7 @@ def test_a_bootstrap_can_be_stopped(lost: Lost, tmp_path: Path, running: list[Se
     url = lost.copy(tmp_path / "bucket")
     server = bootstrap(tmp_path / "data", url, {"TAILRACE_BOOTSTRAP_SETTLE_MS": "600000"})
     server.start(ready=False)
-    eventually(lambda: server.log, lambda log: "restoring from" in log)
+    eventually(lambda: server.log, lambda log: "bootstrap started" in log)
     server.stop()
     server.env = dict(ENV)
     server.start()

@@ -65,7 +65,7 @@ def test_a_bucket_with_streams_of_others_is_not_taken_over(start_server: StartSe
     mistaken = ServerProcess(tmp_path / "mistaken", args=(*store, "--take-over"))
     with pytest.raises(ServerFailedError):
         mistaken.start()
-    lines = [line for line in mistaken.log.splitlines() if "holds streams that this" in line]
+    lines = [line for line in mistaken.log.splitlines() if "has streams that this" in line]
     assert len(lines) == 1, mistaken.log
     assert "--bootstrap" in lines[0]
     assert "another bucket or prefix" in lines[0]
@@ -88,7 +88,7 @@ def test_an_owner_whose_streams_went_on_elsewhere_does_not_get_its_bucket_back(
     _on(second, "append", "orders", "4")
     _on(second, "seal")
     second.stop()
-    with pytest.raises(ServerFailedError, match="holds streams that this data directory does not have"):
+    with pytest.raises(ServerFailedError, match="has streams that this data directory does not have"):
         start_server(*store, "--take-over", data_dir=tmp_path / "first")
     second = start_server(*store, data_dir=tmp_path / "second")
     assert _on(second, "read", "orders") == "1\n2\n3\n4\n"

@@ -297,7 +297,7 @@ def test_exit_codes_tell_refusals_usage_and_silence_apart(server: ServerProcess,
 def test_a_path_that_leads_elsewhere_is_refused(server: ServerProcess, args: tuple[str, ...]) -> None:
     refused = _on(server, *args)
     assert refused.code in (1, 2)
-    assert "must not be empty or have '.' or '..' segments" in refused.err
+    assert "have '.' or '..' segments" in refused.err
 
 
 @pytest.mark.parametrize(

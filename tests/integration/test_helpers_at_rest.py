@@ -32,4 +32,4 @@ def test_helpers_end_and_come_back(start_server: StartServer) -> None:
         eventually(lambda: helpers(server), lambda found: not found)
     segments = eventually(lambda: call("GET", "s/_details").body, bool)["stream"]["segment_count"]
     assert segments == 3, "each time there were helpers to do it"
-    assert "sealer ended" not in server.log
+    assert "sealer process exited" not in server.log

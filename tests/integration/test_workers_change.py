@@ -247,5 +247,5 @@ def test_a_server_that_is_stopped_while_its_workers_begin_leaves_at_once(tmp_pat
     eventually(lambda: pid_of(server, 1), lambda pid: pid is not None)
     server.signal(signal.SIGINT)
     assert server.wait_exit() == 0
-    assert "took longer" not in server.log
+    assert "workers did not stop in time" not in server.log
     assert "supervisor has exited" not in server.log
