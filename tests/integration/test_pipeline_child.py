@@ -107,7 +107,7 @@ def test_p16_without_java_nothing_else_changes(start_server: StartServer, tmp_pa
     eventually(lambda: pipeline_of(call)["backlog"]["segments"], lambda segments: segments == 1)
     found = call("GET", "ev/_search?q=who:w1").body
     assert (found["total"], found["coverage"]["complete"]) == ({"value": 1, "relation": "eq"}, True)
-    assert server.log.count("no Java 17+ found") == 1
+    assert server.log.count("no Java 17+ found: index files are not built") == 1
     assert pipeline_of(call)["state"] == "unavailable"
 
 
