@@ -140,4 +140,4 @@ def test_the_command_line_lists_them(server: ServerProcess, call: Caller) -> Non
     assert tailrace("docs", "ls", "shop", "--limit", "2", "--json", env=at).rows == collections.rows[:2]
     assert "orders" in tailrace("docs", "ls", "shop", env=at).out
     assert "no collections" in tailrace("docs", "ls", "lab", env=at).out
-    assert "no database" in tailrace("docs", "ls", "nowhere", env=at).err
+    assert "database 'nowhere' not found" in tailrace("docs", "ls", "nowhere", env=at).err
