@@ -282,7 +282,7 @@ def test_h17_a_watcher_is_told_who_comes_and_goes() -> None:
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_h17_a_resumed_watcher_gets_a_snapshot_because_events_were_lost_with_its_socket(noticed: bool) -> None:
+def test_h17_a_resumed_watcher_gets_a_snapshot_for_events_that_its_socket_lost(noticed: bool) -> None:
     world = World()
     gone, updated = world.actor(B), world.actor(C)
     watcher = world.connect(A, "resume")
