@@ -78,7 +78,7 @@ def test_a_client_whose_heartbeats_are_not_answered_connects_again(start_server:
         session = hub._hub._resources.session
         server.signal(signal.SIGSTOP)
         try:
-            eventually(lambda: session._link, lambda link: link is None)
+            eventually(lambda: session._connection, lambda connection: connection is None)
         finally:
             server.signal(signal.SIGCONT)
         assert hub.send("@(plan/beats)", "t", 1, ack="delivered").status == "delivered"
