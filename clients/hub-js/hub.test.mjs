@@ -149,6 +149,104 @@ test("presence tells who is there and who comes and goes", async (t) => {
   await events.return()
 })
 
+const WebSocket = globalThis.WebSocket ?? (await import("ws")).default
+
+/** Real sockets, whose frames a test changes or loses: `null` closes the socket instead of passing the frame on. */
+function socketsWith({ sent = (frame) => frame, received = (frame) => frame }) {
+  const sockets = { opened: 0, WebSocket: null }
+  sockets.WebSocket = class extends WebSocket {
+    number = (sockets.opened += 1)
+    send(text) {
+      const frame = sent(JSON.parse(text), this.number)
+      if (frame === null) this.close()
+      else super.send(JSON.stringify(frame))
+    }
+    set onmessage(handle) {
+      super.onmessage = ({ data }) => {
+        const frame = received(JSON.parse(data), this.number)
+        if (frame === null) this.close()
+        else handle({ data: JSON.stringify(frame) })
+      }
+    }
+  }
+  return sockets
+}
+
+test("presence events that are lost with their connection arrive after it is resumed", async (t) => {
+  const room = `lost-${process.pid}`
+  let losses = 0
+  const received = (frame) => (frame.payload?.event === "left" && (losses += 1) === 2 ? null : frame)
+  const guest = await actor(t)
+  const service = await actor(t)
+  await guest.register(`@(${room}/guest)`)
+  await service.register(`@(${room}/service)`, { durable: true })
+  const watcher = await actor(t, { WebSocket: socketsWith({ received }).WebSocket })
+  const events = watcher.watch(`@(${room}/*)`)
+  const next = async () => {
+    const { event, actorAddress } = (await events.next()).value
+    return `${event} ${actorAddress}`
+  }
+  assert.deepEqual([await next(), await next()], [`joined @(${room}/guest)`, `joined @(${room}/service)`])
+  await service.close()
+  assert.equal(await next(), `left @(${room}/service)`)
+  await guest.unregister(`@(${room}/guest)`)
+  assert.equal(await next(), `left @(${room}/guest)`)
+  assert.deepEqual([losses, watcher.resumed], [2, true])
+  // A durable address without a session did not join because of the new snapshot.
+  await guest.register(`@(${room}/third)`)
+  assert.equal(await next(), `joined @(${room}/third)`)
+  await events.return()
+})
+
+test("presence watches survive a connection that fails while they are restored", async (t) => {
+  const rooms = [1, 2, 3].map((number) => `restored-${process.pid}-${number}`)
+  const opened = []
+  // The second connection is a new session, and fails before it gets the id of its second watch.
+  const sent = (frame, number) => {
+    if (frame.type === "hub:connect" && number === 2) frame.metadata.resumeToken = null
+    if (frame.payload.action === "watch") opened.push(number)
+    return frame
+  }
+  const received = (frame, number) => {
+    const isSecondWatch = number === 2 && opened.length === rooms.length + 2
+    return isSecondWatch && frame.payload.actors ? null : frame
+  }
+  const watcher = await actor(t, { WebSocket: socketsWith({ sent, received }).WebSocket })
+  const guest = await actor(t)
+  const watches = []
+  for (const room of rooms) {
+    await guest.register(`@(${room}/first)`)
+    const events = watcher.watch(`@(${room}/*)`)
+    assert.equal((await events.next()).value.event, "joined")
+    watches.push(events)
+  }
+  const next = watches.map((events) => events.next())
+  watcher.drop()
+  for (const room of rooms) await guest.unregister(`@(${room}/first)`)
+  assert.deepEqual((await Promise.all(next)).map(({ value }) => value.event), ["left", "left", "left"])
+  assert.deepEqual([opened, watcher.resumed], [[1, 1, 1, 2, 2, 3, 3], true])
+  for (const events of watches) await events.return()
+})
+
+test("pauses end with the connection", async (t) => {
+  // The hub says of the first connection that the recipient cannot keep up, and nothing after that.
+  const received = (frame, number) =>
+    number === 1 && frame.type === "hub:queue_stats_response"
+      ? { ...frame, type: "hub:pause", correlationId: null, payload: { targets: [other.identity] } }
+      : frame
+  const other = await actor(t)
+  let isPaused
+  const paused = new Promise((resolve) => (isPaused = resolve))
+  const onNotice = ({ type }) => type === "hub:pause" && isPaused()
+  const one = await actor(t, { WebSocket: socketsWith({ received }).WebSocket, onNotice })
+  const stats = one.request("hub:queue_stats")
+  await paused
+  const sending = one.send(other.identity, "x", 1)
+  one.drop()
+  await Promise.all([stats, sending])
+  assert.equal((await other.nextMessage()).payload, 1)
+})
+
 test("a token that cannot be had is an error of the client", async () => {
   const broken = new Hub(base, { reconnect, token: () => Promise.reject(new Error("no token today")) })
   await assert.rejects(broken.connect(), { name: "HubError", code: "connect_failed", message: /no token today/ })

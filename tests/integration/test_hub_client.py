@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.calls import eventually
+from support.cutting_proxy import CuttingProxy
 from support.hub_clients import QUICK, WAIT_S, OpenHub, fresh_address, next_of, open_hub
 from support.server import ServerProcess
 from tailrace.client import ClientError
@@ -322,6 +323,34 @@ def test_presence_tells_who_is_there_and_who_comes_and_goes(server: ServerProces
     _forget_session(watcher)
     second.register(f"@({room}/third)")
     assert _told(next(events)) == ("joined", f"@({room}/third)")
+
+
+def test_presence_events_that_are_lost_with_their_connection_arrive_after_it_is_resumed(
+    server: ServerProcess, open_hub: OpenHub
+) -> None:
+    room = fresh_address("room")[2:-1]
+    with CuttingProxy(server.port) as proxy:
+        watcher = open_hub(proxy.base_url)
+        actor = open_hub(server.base_url, address=f"@({room}/actor)")
+        service = open_hub(server.base_url, address=f"@({room}/service)")
+        actor.register()
+        service.register(durable=True)
+        events = iter(watcher.watch(f"@({room}/*)"))
+        assert sorted(_told(next(events)) for _ in range(2)) == [
+            ("joined", f"@({room}/actor)"),
+            ("joined", f"@({room}/service)"),
+        ]
+        service.close()  # its durable address stays registered
+        assert _told(next(events)) == ("left", f"@({room}/service)")
+        proxy.decide = lambda direction, piece: (
+            not proxy.cuts and direction == "answer" and b'"event":"left"' in piece
+        )
+        actor.unregister(f"@({room}/actor)")
+        assert _told(next(events)) == ("left", f"@({room}/actor)")
+        assert (proxy.cuts, watcher.resumed) == (1, True)
+        # A durable address without a session did not join because of the new snapshot.
+        actor.register(f"@({room}/third)")
+        assert _told(next(events)) == ("joined", f"@({room}/third)")
 
 
 def _told(event: Any) -> tuple[str, str]:

@@ -60,12 +60,12 @@ def installed(directory: Path, *, with_ws: bool) -> Path:
 
 
 def test_the_client_in_node(server: ServerProcess) -> None:
-    assert "pass 11" in node(built(), server, "--test", "hub.test.mjs", **NODE_ENV)
+    assert "pass 14" in node(built(), server, "--test", "hub.test.mjs", **NODE_ENV)
 
 
 def test_the_client_in_node_20_uses_the_package_ws(server: ServerProcess, tmp_path: Path) -> None:
     project = installed(tmp_path, with_ws=True)
-    assert "pass 11" in node(project, server, "--import", "./without.mjs", "--test", "hub.test.mjs")
+    assert "pass 14" in node(project, server, "--import", "./without.mjs", "--test", "hub.test.mjs")
 
 
 def test_without_any_websocket_the_client_says_what_it_needs(server: ServerProcess, tmp_path: Path) -> None:

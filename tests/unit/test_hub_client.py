@@ -273,6 +273,202 @@ def test_what_a_lost_session_had_not_got_back_is_brought_back_by_the_next() -> N
     assert registered == [1, 2, 3]
 
 
+def notice(kind: str, payload: Any) -> str:
+    return json.dumps(
+        {**json.loads(answer({"from": "@(verified)", "id": ""}, kind, payload)), "correlationId": None}
+    )
+
+
+def actor_view(address: str, version: int = 1, connection: str = "s") -> dict[str, Any]:
+    return {"address": address, "capabilities": ["x"], "version": version, "connectionId": connection}
+
+
+def snapshot(watch_id: str, *actors: dict[str, Any], more: bool = False, **members: Any) -> dict[str, Any]:
+    return {"watchId": watch_id, "actors": list(actors), "hasMore": more, "offset": "7", **members}
+
+
+async def collect(hub: AsyncHub, pattern: str, found: list[str], changed: asyncio.Event) -> None:
+    async for event in hub.watch(pattern):
+        found.append(f"{event.event} {event.actor_address}")
+        changed.set()
+
+
+async def until(changed: asyncio.Event, is_done: Callable[[], bool]) -> None:
+    while not is_done():
+        changed.clear()
+        await changed.wait()
+
+
+def test_presence_watches_survive_a_connection_that_fails_while_they_are_restored() -> None:
+    """The second session is new, and its connection fails at the second watch; the third resumes it."""
+    connects: list[str] = []
+    opened: list[tuple[int, str]] = []
+    removed: list[str] = []
+    found: dict[str, list[str]] = {"a": [], "b": [], "c": []}
+    changed = asyncio.Event()
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        watching = [asyncio.create_task(collect(hub, name, found[name], changed)) for name in found]
+        await until(changed, lambda: all(len(events) == 1 for events in found.values()))
+        hub._resources.session.drop()
+        await until(changed, lambda: all(len(events) == 3 for events in found.values()))
+        await until(changed, lambda: removed == ["b2"])
+        for task in watching:
+            task.cancel()
+
+    async def failing(socket: ServerConnection, request: dict[str, Any]) -> None:
+        payload = request["payload"]
+        match request["type"], payload.get("action"):
+            case "hub:connect", _:
+                connects.append("s")
+                await socket.send(
+                    welcome(
+                        request,
+                        heartbeatInterval=60_000,
+                        sessionId=f"s{min(len(connects), 2)}",
+                        resumed=len(connects) == 3,
+                    )
+                )
+                if len(connects) == 3:
+                    # The hub has the watch b2, whose response was lost.
+                    for name in ("a2", "b2"):
+                        look = snapshot(name, actor_view("@(y)"), resync=True)
+                        await socket.send(notice("hub:presence", look))
+            case "hub:presence", "watch":
+                opened.append((len(connects), payload["pattern"]))
+                watch_id = f"{payload['pattern']}{len(connects)}"
+                if watch_id == "b2":
+                    socket.transport.abort()
+                    return
+                actor = actor_view("@(x)" if len(connects) == 1 else "@(y)")
+                await socket.send(answer(request, "hub:presence", snapshot(watch_id, actor)))
+            case "hub:presence", "unwatch":
+                if payload["watchId"] == "b2":
+                    removed.append(payload["watchId"])
+                    changed.set()
+                await socket.send(answer(request, "hub:presence", {"event": "unwatched", **payload}))
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(failing, client)
+    assert opened == [(1, "a"), (1, "b"), (1, "c"), (2, "a"), (2, "b"), (3, "b"), (3, "c")]
+    assert set(map(tuple, found.values())) == {("joined @(x)", "left @(x)", "joined @(y)")}
+
+
+def test_a_presence_watch_that_cannot_be_restored_ends_with_the_error() -> None:
+    connects: list[int] = []
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        events = hub.watch("a")
+        assert (await anext(events)).event == "joined"
+        hub._resources.session.drop()
+        with pytest.raises(ClientError) as refused:
+            await anext(events)
+        assert refused.value.code == "unauthorized"
+        assert (await hub.request("hub:metrics")).data == {}
+        assert len(connects) == 2
+
+    async def refusing(socket: ServerConnection, request: dict[str, Any]) -> None:
+        match request["type"]:
+            case "hub:connect":
+                connects.append(1)
+                await socket.send(welcome(request, heartbeatInterval=60_000))
+            case "hub:presence" if len(connects) == 1:
+                look = snapshot("w", actor_view("@(x)"))
+                await socket.send(answer(request, "hub:presence", look))
+            case "hub:presence":
+                payload = {"code": "unauthorized", "message": "no", "retryable": False}
+                await socket.send(answer(request, "hub:error", payload))
+            case "hub:metrics":
+                await socket.send(answer(request, "hub:metrics_response", {}))
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(refusing, client)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_new_presence_snapshot_is_loaded_to_its_end(fails: bool) -> None:
+    """The snapshot has more pages: an error ends the watch, and later events are applied after it."""
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        events = hub.watch("a")
+        assert (await anext(events)).actor_address == "@(x)"
+        await hub.request("hub:metrics")
+        if fails:
+            with pytest.raises(ClientError) as failed:
+                await anext(events)
+            assert failed.value.code == "offset_gone"
+            return
+        found = [await anext(events) for _ in range(4)]
+        assert [(one.event, one.actor_address) for one in found] == [
+            ("left", "@(x)"),
+            ("joined", "@(y)"),
+            ("joined", "@(z)"),
+            ("left", "@(y)"),
+        ]
+
+    async def paged(socket: ServerConnection, request: dict[str, Any]) -> None:
+        payload = request["payload"]
+        match request["type"], payload.get("action"):
+            case "hub:connect", _:
+                await socket.send(welcome(request, heartbeatInterval=60_000))
+            case "hub:presence", "watch":
+                look = snapshot("w", actor_view("@(x)"))
+                await socket.send(answer(request, "hub:presence", look))
+            case "hub:presence", _:
+                await socket.send(answer(request, "hub:presence", {"event": "unwatched", **payload}))
+            case "hub:metrics", _:
+                look = snapshot("w", more=True, resync=True)
+                left = {"watchId": "w", "event": "left", "actorAddress": "@(y)", "version": 1}
+                await socket.send(notice("hub:presence", look))
+                await socket.send(notice("hub:presence", left))
+                await socket.send(answer(request, "hub:metrics_response", {}))
+            case "hub:discover", _ if fails:
+                await socket.send(answer(request, "hub:error", {"code": "offset_gone", "message": "gone"}))
+            case "hub:discover", _:
+                actors = [actor_view("@(y)"), actor_view("@(z)"), actor_view("@(away)", connection="")]
+                await socket.send(answer(request, "hub:discovered", {"actors": actors, "hasMore": False}))
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(paged, client)
+
+
+def test_pauses_end_with_the_connection() -> None:
+    """The hub keeps none of them for a resumed session."""
+    connects: list[int] = []
+    sent = asyncio.Event()
+
+    async def client(hub: AsyncHub) -> None:
+        await hub.connect()
+        await hub.request("hub:metrics")
+        waiting = asyncio.ensure_future(hub.send("@(slow)", "x", 1))
+        hub._resources.session.drop()
+        await waiting
+        await sent.wait()
+        assert hub.resumed
+
+    async def pausing(socket: ServerConnection, request: dict[str, Any]) -> None:
+        match request["type"]:
+            case "hub:connect":
+                connects.append(1)
+                resumed = len(connects) == 2
+                await socket.send(welcome(request, heartbeatInterval=60_000, resumed=resumed))
+            case "hub:send":
+                sent.set()
+            case "hub:metrics":
+                await socket.send(notice("hub:pause", {"targets": ["@(slow)"]}))
+                await socket.send(answer(request, "hub:metrics_response", {}))
+            case _:
+                await socket.send(answer(request, "hub:disconnect", {"acknowledged": True}))
+
+    played(pausing, client)
+
+
 def test_a_paused_recipient_is_left_alone_until_the_hub_says_so() -> None:
     sent: list[str] = []
     both = asyncio.Event()

@@ -281,6 +281,46 @@ def test_h17_a_watcher_is_told_who_comes_and_goes() -> None:
     assert world.taken(watcher) == []
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_h17_a_resumed_watcher_gets_a_snapshot_for_events_that_its_socket_lost(noticed: bool) -> None:
+    world = World()
+    gone, updated = world.actor(B), world.actor(C)
+    watcher = world.connect(A, "resume")
+    token = world.taken(watcher)[0]["payload"]["resumeToken"]
+    watch = world.ask(watcher, "hub:presence", {"action": "watch", "pattern": "@(t/*)"})["payload"]
+    assert [(one["address"], one["version"]) for one in watch["actors"]] == [(B, 1), (C, 1)]
+    world.say(gone, "hub:unregister", {"actorAddress": B})
+    assert [frame["payload"]["event"] for frame in world.taken(watcher)] == ["left"]
+    # The socket breaks before the client reads the event. The client may notice it before the hub does.
+    if noticed:
+        world.lose(watcher)
+    world.say(updated, "hub:register", {"actorAddress": C, "capabilities": ["more"]})
+    again = world.connect(A, "resume", resumeToken=token)
+    said = world.taken(again)
+    assert said[0]["payload"]["resumed"] is True
+    snapshot = said[-1]["payload"]
+    assert (snapshot["watchId"], snapshot["resync"]) == (watch["watchId"], True)
+    assert [(one["address"], one["version"]) for one in snapshot["actors"]] == [(C, 2)]
+    world.actor("@(t/d)")
+    assert [frame["payload"]["event"] for frame in world.taken(again)] == ["joined"]
+
+
+def test_h17_a_snapshot_shows_which_durable_addresses_have_no_session() -> None:
+    world = World()
+    watcher, owner, resumable = world.actor(A), world.actor(B, durable=True), world.actor(C, "resume")
+    world.lose(owner)
+    world.lose(resumable)  # it has not left until its time to resume is over
+    snapshot = world.ask(watcher, "hub:presence", {"action": "watch", "pattern": "*"})["payload"]
+    query = {"pattern": "*", "asOf": snapshot["offset"]}
+    then = world.ask(watcher, "hub:discover", query)["payload"]
+    for shown in (snapshot, then):
+        assert {one["address"]: one["connectionId"] != "" for one in shown["actors"]} == {
+            A: True,
+            B: False,
+            C: True,
+        }
+
+
 # -- sending ---------------------------------------------------------------------------------------------
 
 
@@ -535,6 +575,34 @@ def test_senders_are_paused_and_resumed() -> None:
     world.drain(slow)
     assert kinds(world.taken(sender)) == ["hub:resume"]
     assert len(world.taken(slow)) == 3
+
+
+def test_a_slow_session_that_is_resumed_resumes_its_senders() -> None:
+    world = World()
+    sender, slow = world.actor(A), world.connect(B, "resume")
+    token = world.taken(slow)[0]["payload"]["resumeToken"]
+    world.say(slow, "hub:register", {"actorAddress": B, "capabilities": ["test"]})
+    send(world, sender, B, 1, pattern="tell")
+    world.unsent[slow] = 1_100_000
+    send(world, sender, B, 2, pattern="tell")
+    assert kinds(world.taken(sender)) == ["hub:pause"]
+    world.connect(B, "resume", resumeToken=token)  # the hub has not noticed that the old socket is dead
+    resumed = world.taken(sender)
+    assert [(frame["type"], frame["payload"]["targets"]) for frame in resumed] == [("hub:resume", [B])]
+
+
+def test_a_session_without_a_socket_is_not_paused() -> None:
+    """Its client starts its next connection without pauses, and would wait for a resume for ever."""
+    world = World()
+    sender, slow, other = world.connect(A, "resume"), world.actor(B), world.actor(C)
+    token = world.taken(sender)[0]["payload"]["resumeToken"]
+    for sending in (sender, other):
+        send(world, sending, B, 1, pattern="tell")
+    world.lose(sender)
+    world.unsent[slow] = 1_100_000
+    send(world, other, B, 2, pattern="tell")
+    assert kinds(world.taken(world.connect(A, "resume", resumeToken=token))) == ["hub:connected"]
+    assert kinds(world.taken(other)) == ["hub:pause"]
 
 
 def test_a_slow_actor_is_told_what_it_missed() -> None:

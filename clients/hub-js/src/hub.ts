@@ -68,7 +68,12 @@ export class Hub {
   readonly #inbox: Inbox
   readonly #held = new Map<string, { payload: Registering; timer: Timer }>()
   readonly #followed = new Map<string, { payload: Following; id: string }>()
+  readonly #watches = new Set<Watching>()
+  /** By their ids in the current session. */
   readonly #watched = new Map<string, Watching>()
+  readonly #unwatching = new Set<string>()
+  /** How many watches have no id yet. Meanwhile, messages with unknown ids wait. */
+  #opening = 0
   #early: Told[] = []
   #paused = new Set<string>()
   #pausedAll = false
@@ -89,6 +94,7 @@ export class Hub {
       WebSocket: options.WebSocket,
       deliver: (message) => this.#deliver(message),
       notice: (message) => this.#noticed(message),
+      connected: (resumed) => this.#connected(resumed),
       restore: () => this.#restore(),
       ended: (error) => this.#end(error),
     })
@@ -150,6 +156,7 @@ export class Hub {
   async unregister(address: string): Promise<void> {
     this.#letGo(address)
     await this.#session.ask({ type: "hub:unregister", payload: { actorAddress: address } })
+    this.#letGo(address) // a new session may have restored it meanwhile
   }
 
   /** All actors that match, sorted by address, page by page as needed. */
@@ -171,14 +178,12 @@ export class Hub {
   /** Who is there, and from then on who comes, goes or changes. It goes on over lost sessions. */
   async *watch(pattern = "*", options: { capability?: string } = {}): AsyncGenerator<Presence, void, undefined> {
     const watching = new Watching({ pattern, ...options })
-    await this.#watch(watching)
     try {
+      await this.#watch(watching)
       for (let event = await watching.next(); event !== null; event = await watching.next()) yield event
     } finally {
-      if (this.#watched.delete(watching.id)) {
-        const payload = { action: "unwatch", watchId: watching.id }
-        await this.#session.ask({ type: "hub:presence", payload }).catch(() => {})
-      }
+      this.#endWatch(watching)
+      await this.#unwatch(watching.id)
     }
   }
 
@@ -251,7 +256,7 @@ export class Hub {
     // A new session has given it another id.
     const id = this.#followed.get(subscriptionId)?.id ?? subscriptionId
     this.#followed.delete(subscriptionId)
-    await this.#session.ask({ type: "hub:unsubscribe", payload: { subscriptionId: id } })
+    await this.#unsubscribe(id)
   }
 
   async publish(topic: string, type: string, data: unknown = null, options: PublishOptions = {}): Promise<Published> {
@@ -293,38 +298,82 @@ export class Hub {
 
   // -- inside
 
+  async #unsubscribe(subscriptionId: string): Promise<void> {
+    await this.#session.ask({ type: "hub:unsubscribe", payload: { subscriptionId } })
+  }
+
   async #watch(watching: Watching, urgent = false): Promise<void> {
     const payload = { action: "watch", ...watching.query }
-    const answer = await this.#session.ask<Look>({ type: "hub:presence", payload }, { urgent })
-    await this.#look(watching, answer.payload, urgent)
+    let look: Look
+    this.#opening += 1
+    try {
+      look = (await this.#session.ask<Look>({ type: "hub:presence", payload }, { urgent })).payload
+      if (watching.ended) {
+        void this.#unwatch(look.watchId)
+        return
+      }
+      watching.begin(look)
+      this.#watches.add(watching)
+      this.#watched.set(watching.id, watching)
+    } finally {
+      this.#opening -= 1
+      const early = this.#early
+      this.#early = []
+      for (const told of early) this.#present(told)
+    }
+    await this.#look(watching, look, urgent)
   }
 
   /** Everybody who was there at an offset; what came after it is told after it. */
-  async #look(watching: Watching, { watchId, actors, hasMore, offset }: Look, urgent = false): Promise<void> {
-    let found = actors
-    if (hasMore) {
-      found = []
-      for await (const actor of this.#discover({ ...watching.query, asOf: offset }, urgent)) found.push(actor)
+  async #look(watching: Watching, look: Look, urgent = false): Promise<void> {
+    let found = look.actors
+    try {
+      if (look.hasMore) {
+        found = []
+        const query = { ...watching.query, asOf: look.offset }
+        for await (const actor of this.#discover(query, urgent)) found.push(actor)
+      }
+    } catch (error) {
+      if (watching.isLoading(look)) throw error
     }
-    watching.look(found)
-    watching.id = watchId
-    this.#watched.set(watchId, watching)
-    const early = this.#early
-    this.#early = []
-    for (const told of early) this.#present(told)
+    if (watching.isLoading(look)) watching.look(found)
   }
 
   #present(told: Told): void {
     const watching = this.#watched.get(told.watchId)
-    if (!watching) {
+    if (!told.actors && (told.event as string) === "unwatched") {
+      return // the second answer to a request that was sent twice
+    } else if (!watching && this.#opening > 0) {
       if (this.#early.length < EARLY_MAX) this.#early.push(told)
+    } else if (!watching) {
+      // The answer with this id was lost, or the watch was ended. It counts towards the limit of the session,
+      // so it is removed even before the session is ready.
+      void this.#unwatch(told.watchId, true)
     } else if (told.actors) {
-      // We fell behind, and are told from the start.
-      this.#watched.delete(watching.id)
-      this.#look(watching, told).catch((error: Error) => watching.end(error))
+      // Events were lost, so the hub sends a new snapshot.
+      watching.begin(told)
+      this.#look(watching, told).catch((error: Error) => {
+        this.#endWatch(watching, error)
+        void this.#unwatch(told.watchId)
+      })
     } else {
       watching.take(told)
     }
+  }
+
+  #endWatch(watching: Watching, error: Error | null = null): void {
+    this.#watches.delete(watching)
+    this.#watched.delete(watching.id)
+    if (!watching.ended) watching.end(error)
+  }
+
+  async #unwatch(watchId: string, urgent = false): Promise<void> {
+    if (watchId === "" || this.#unwatching.has(watchId)) return
+    this.#unwatching.add(watchId)
+    const payload = { action: "unwatch", watchId }
+    // If it fails, the watch ends with the session.
+    await this.#session.ask({ type: "hub:presence", payload }, { urgent }).catch(() => {})
+    this.#unwatching.delete(watchId)
   }
 
   async #reply(message: Message, payload: Reply): Promise<void> {
@@ -360,7 +409,8 @@ export class Hub {
       const answer = await this.#session.ask<Registration>(renewal)
       if (this.#held.has(registration.actorAddress)) this.#hold(payload, answer.payload)
     } catch (error) {
-      if (hasCode(error, "invalid_token")) await this.#register(payload).catch(() => {})
+      const isHeld = this.#held.has(registration.actorAddress)
+      if (isHeld && hasCode(error, "invalid_token")) await this.#register(payload).catch(() => {})
     }
   }
 
@@ -369,9 +419,16 @@ export class Hub {
     this.#held.delete(address)
   }
 
+  /** The hub keeps no pauses of a lost connection, and no watches of a lost session. */
+  #connected(resumed: boolean): void {
+    this.#resume(undefined)
+    if (resumed) return
+    this.#watched.clear()
+    for (const watching of this.#watches) watching.id = ""
+  }
+
   /** A new session knows nothing of the one before. */
   async #restore(): Promise<void> {
-    this.#resume(undefined)
     for (const [address, { payload }] of [...this.#held]) {
       await this.#again(
         () => this.#register(payload, true),
@@ -385,21 +442,26 @@ export class Hub {
           const subscribe = { type: "hub:subscribe", payload }
           const answer = await this.#session.ask<Subscription>(subscribe, { urgent: true })
           followed.id = answer.payload.subscriptionId
+          if (this.#followed.get(known) !== followed) this.#unsubscribe(followed.id).catch(() => {})
         },
         () => this.#followed.delete(known),
       )
     }
-    const watched = [...this.#watched.values()]
-    this.#watched.clear()
-    for (const watching of watched) await this.#watch(watching, true)
+    // A session that was lost in the middle of this still has the watches with an id.
+    for (const watching of [...this.#watches].filter(({ id }) => id === "")) {
+      await this.#again(
+        () => this.#watch(watching, true),
+        (error) => this.#endWatch(watching, error),
+      )
+    }
   }
 
-  async #again(work: () => Promise<unknown>, giveUp: () => void): Promise<void> {
+  async #again(work: () => Promise<unknown>, giveUp: (error: HubError) => void): Promise<void> {
     try {
       await work()
     } catch (error) {
       if (!(error instanceof HubError) || error.retryable) throw error
-      giveUp()
+      giveUp(error)
     }
   }
 
@@ -441,7 +503,7 @@ export class Hub {
   #end(error: HubError): void {
     for (const held of this.#held.values()) clearTimeout(held.timer)
     this.#inbox.end()
-    for (const watching of this.#watched.values()) watching.end()
+    for (const watching of this.#watches) watching.end()
     this.#resume(undefined)
     this.#place.onEnd?.(error)
   }

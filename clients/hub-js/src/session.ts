@@ -22,6 +22,8 @@ export interface SessionOptions {
   WebSocket: SocketMaker | undefined
   deliver: (message: Message) => void
   notice: (message: Message) => void
+  /** Called before the first message of each connection. */
+  connected: (resumed: boolean) => void
   /** Everything that a new session has to be told again. */
   restore: () => Promise<void>
   ended: (error: HubError) => void
@@ -239,6 +241,7 @@ export class Session {
     this.#beating = setInterval(() => this.#beat(socket), payload.heartbeatInterval)
     // A session that was lost before it had everything back is resumed without it.
     if (!payload.resumed) this.#complete = false
+    this.#options.connected(payload.resumed)
     if (!this.#complete) await this.#options.restore()
     if (socket !== this.#socket) return
     this.#complete = true

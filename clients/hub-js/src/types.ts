@@ -111,6 +111,8 @@ export interface Actor {
   capabilities: string[]
   metadata: Record<string, unknown>
   expiresAt: number
+  /** The session that has it; empty if it is durable and its actor has left. */
+  connectionId: string
   version: number
   online: boolean
   durable: boolean

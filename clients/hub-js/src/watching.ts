@@ -23,7 +23,11 @@ export interface Look {
 
 /** One watch. Whatever is missed in between shows as the difference between two looks. */
 export class Watching {
+  /** In the current session; empty until the hub has the watch. */
   id = ""
+  #loading: Look | null = null
+  /** Events after the snapshot that is loading. */
+  #early: Presence[] = []
   #there = new Map<string, number>()
   #events: Presence[] = []
   #changed = settled()
@@ -32,8 +36,25 @@ export class Watching {
 
   constructor(readonly query: Watched) {}
 
+  get ended(): boolean {
+    return this.#ended
+  }
+
+  /** Start loading a snapshot, which replaces one that is still loading. */
+  begin(look: Look): void {
+    this.id = look.watchId
+    this.#loading = look
+    this.#early = []
+  }
+
+  isLoading(look: Look): boolean {
+    return this.#loading === look
+  }
+
   /** Everybody who is there now. */
-  look(actors: Actor[]): void {
+  look(found: Actor[]): void {
+    // A durable address without a connection is registered, but its actor has left.
+    const actors = found.filter((actor) => actor.connectionId !== "")
     const now = new Map(actors.map((actor) => [actor.address, actor.version]))
     for (const [address, version] of this.#there) {
       if (!now.has(address)) this.#tell({ event: "left", actorAddress: address, capabilities: [], version, at: null })
@@ -44,10 +65,20 @@ export class Watching {
       if (known !== version) this.#tell({ event, actorAddress: address, capabilities, version, at: null })
     }
     this.#there = now
+    const early = this.#early
+    this.#loading = null
+    this.#early = []
+    for (const event of early) this.take(event)
   }
 
   /** Somebody came, went or changed. */
-  take({ event, actorAddress, capabilities, version, at }: Presence): void {
+  take(presence: Presence): void {
+    if (this.#loading) {
+      if (this.#early.length < EVENTS_MAX) this.#early.push(presence)
+      else this.#endOverflown()
+      return
+    }
+    const { event, actorAddress, capabilities, version, at } = presence
     if (GONE.has(event)) {
       if (!this.#there.delete(actorAddress)) return
     } else if ((this.#there.get(actorAddress) ?? -1) >= version) {
@@ -77,8 +108,14 @@ export class Watching {
   #tell(event: Presence): void {
     if (this.#ended) return
     if (this.#events.length < EVENTS_MAX) this.#events.push(event)
-    else this.end(new HubError("inbox_full", "too many came and went while nobody looked"))
+    else this.#endOverflown()
     this.#wake()
+  }
+
+  #endOverflown(): void {
+    this.#events = []
+    this.#early = []
+    this.end(new HubError("inbox_full", `more than ${EVENTS_MAX} unread presence events`))
   }
 
   #wake(): void {

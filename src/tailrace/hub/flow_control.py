@@ -121,7 +121,8 @@ class FlowControl:
         recent = [
             (noted[1], sending)
             for sending, noted in (session.recent_senders or {}).items()
-            if noted[0] >= now_ms // 1000 - 1 and sending.alive
+            # A client starts each connection without pauses, so one without a connection is not paused.
+            if noted[0] >= now_ms // 1000 - 1 and sending.alive and not sending.detached
         ]
         recent.sort(key=lambda one: one[0], reverse=True)
         recent_senders = [sending for _, sending in recent[:PAUSED_SENDERS_MAX]]

@@ -168,9 +168,12 @@ def _apply_registration(
     if not session.alive:
         if old is not None and old.session is None:
             hub.registry.remove(old)
-        found.session = None
         if found.options.durable:
+            _leave(found)
             hub.registry.put(found)
+            if not hub.registry.is_pending(path):
+                body = encode_registry_event(found, "update", "left", now_ms)
+                hub.append(Append(REGISTRY_STREAM, body, key=path.encode()))
         elif not hub.registry.is_pending(path):
             hub.registry.remember(path, found.version)
             hub.append(
@@ -339,7 +342,7 @@ def release_addresses(hub: Hub, session: Session, now_ms: int) -> None:
         if hub.registry.by_path.get(path) is not found:
             continue
         if found.options.durable:
-            found.session = None
+            _leave(found)
             if not hub.registry.is_pending(path):
                 body = encode_registry_event(found, "update", "left", now_ms)
                 _append_and_notify(hub, "left", found, body)
@@ -348,6 +351,11 @@ def release_addresses(hub: Hub, session: Session, now_ms: int) -> None:
             if not hub.registry.is_pending(path):
                 _append_removal(hub, found, "left", "left", now_ms)
     session.addresses.clear()
+
+
+def _leave(found: Registration) -> None:
+    """A durable address stays registered without its session."""
+    found.session, found.session_id = None, ""
 
 
 def _append_removal(hub: Hub, found: Registration, reason: str, event: str, now_ms: int) -> None:
@@ -383,7 +391,12 @@ _event_decoder: Final = msgspec.json.Decoder(RegistryEvent)
 def parse_registry_event(body: bytes) -> tuple[str, Registration | None]:
     """The path of an event, and its registration, None if removed."""
     found = _event_decoder.decode(body)
-    return found.key[2:-1], None if found.value is None else from_record(found.value)
+    if found.value is None:
+        return found.key[2:-1], None
+    registration = from_record(found.value)
+    if found.headers.get("reason") == "left":
+        registration.session_id = ""  # older entries still have it
+    return found.key[2:-1], registration
 
 
 def _page_limit(request: HubRequest) -> int:

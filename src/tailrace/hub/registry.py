@@ -61,7 +61,7 @@ class Registration(msgspec.Struct, eq=False):
     version: int
     owner: str  # identity that registered it
     session: Session | None = None  # None while it is offline
-    session_id: str = ""
+    session_id: str = ""  # empty once its session has left; a restart keeps it
     renewal: str = ""
     old_renewal: str = ""
     old_renewal_until_ms: int = 0
@@ -387,8 +387,16 @@ class PresenceWatches:
     def tick(self, now_ms: int) -> None:
         for watch in tuple(self._watches.values()):
             if watch.behind and self._hub.flow_control.has_room(watch.session, now_ms):
-                payload = {**self._snapshot(watch, now_ms), "resync": True}
-                watch.behind = not self._offer(watch, payload, now_ms)
+                self._resync(watch, now_ms)
+
+    def session_resumed(self, session: Session, now_ms: int) -> None:
+        """Events that were written to the lost connection may not have arrived."""
+        for watch in (session.watches or {}).values():
+            self._resync(watch, now_ms)
+
+    def _resync(self, watch: PresenceWatch, now_ms: int) -> None:
+        payload = {**self._snapshot(watch, now_ms), "resync": True}
+        watch.behind = not self._offer(watch, payload, now_ms)
 
     def session_ended(self, session: Session) -> None:
         for watch_id in session.watches or ():

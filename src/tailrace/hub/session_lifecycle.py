@@ -103,7 +103,7 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
     features = _shared_feature_set(frozenset(words) & FEATURES)
     resumed = _find_resumable(hub, request, path)
     if resumed is not None:
-        _take_over_session(hub, session, resumed)
+        _take_over_session(hub, session, resumed, now_ms)
         session.resume_buffer, resumed.resume_buffer = resumed.resume_buffer, session.resume_buffer
         session.detached_bytes = resumed.detached_bytes
     session.identity, session.principal = identity, actor
@@ -122,6 +122,7 @@ def connect(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> Non
     _send_connected(hub, session, request, resumed is not None, now_ms)
     if resumed is not None:
         hub.flow_control.release(session)
+        hub.presence.session_resumed(session, now_ms)
         hub.mailboxes.on_resumed(session, now_ms)
 
 
@@ -205,13 +206,14 @@ def _find_resumable(hub: Hub, request: HubRequest, path: str) -> Session | None:
     return found if found.path == path or hub.is_open else None
 
 
-def _take_over_session(hub: Hub, session: Session, old: Session) -> None:
+def _take_over_session(hub: Hub, session: Session, old: Session, now_ms: int) -> None:
     """Moves everything that the old connection owns to the new one."""
     if old.resume_token is not None:
         hub.by_resume.pop(old.resume_token, None)
     if not old.detached:
         # The client has noticed first that its old connection is dead.
         hub.close(old, 1000, "resumed")
+        hub.flow_control.ended(old, now_ms)
     old.state = DISCONNECTED
     hub.sessions.pop(old.id, None)
     hub.remove_identity(old)

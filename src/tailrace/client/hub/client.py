@@ -175,6 +175,7 @@ class AsyncHub(AsyncContextManaged):
         self._resources.forget_registration(address)
         payload = without_none(actorAddress=address, deleteMailbox=delete_mailbox or None)
         await self._resources.ask("hub:unregister", payload)
+        self._resources.forget_registration(address)  # a new session may have restored it meanwhile
 
     async def discover(
         self,

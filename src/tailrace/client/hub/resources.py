@@ -140,20 +140,35 @@ GONE_EVENTS: Final = frozenset({"left", "expired"})
 
 
 class PresenceWatch:
-    """One presence watch. Events missed between sessions appear as the difference of two snapshots."""
+    """One presence watch. Events missed between connections appear as the difference of two snapshots."""
 
     def __init__(self, payload: dict[str, Any]) -> None:
         self.payload = payload
-        self.id = ""
+        self.id = ""  # in the current session; empty until the hub has the watch
+        self._loading: PresencePage | None = None
+        self._early: list[Presence] = []  # events after the snapshot that is loading
         self._present_actors: dict[str, Actor] = {}
         self._events: deque[Presence] = deque()
         self._changed = asyncio.Event()
         self._error: ClientError | None = None
         self._ended = False
 
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def begin_snapshot(self, page: PresencePage) -> None:
+        """Start loading a snapshot, which replaces one that is still loading."""
+        self.id, self._loading = page.watch_id, page
+        self._early.clear()
+
+    def is_loading(self, page: PresencePage) -> bool:
+        return self._loading is page
+
     def apply_snapshot(self, actors: list[Actor]) -> None:
-        """Replace the known actors by a snapshot, and emit the differences."""
-        now = {actor.address: actor for actor in actors}
+        """Replace the known actors by a snapshot, emit the differences, then apply the events after it."""
+        # A durable address without a connection is registered, but its actor has left.
+        now = {actor.address: actor for actor in actors if actor.connection_id != ""}
         for address in [address for address in self._present_actors if address not in now]:
             self._emit(Presence("left", address, [], self._present_actors.pop(address).version))
         for address, actor in now.items():
@@ -162,9 +177,17 @@ class PresenceWatch:
                 event = "joined" if known is None else "updated"
                 self._emit(Presence(event, address, actor.capabilities, actor.version))
         self._present_actors = now
+        self._loading, early, self._early = None, self._early, []
+        for event in early:
+            self.apply_event(event)
 
     def apply_event(self, event: Presence) -> None:
         """Apply an event: an actor joined, left or changed."""
+        if self._loading is not None:
+            self._early.append(event)
+            if len(self._early) > EVENTS_MAX:
+                self._end_overflown()
+            return
         known = self._present_actors.get(event.actor_address)
         if event.event in GONE_EVENTS:
             if self._present_actors.pop(event.actor_address, None) is None:
@@ -193,11 +216,15 @@ class PresenceWatch:
 
     def _emit(self, event: Presence) -> None:
         if len(self._events) >= EVENTS_MAX:
-            self._events.clear()
-            self.end(ClientError("inbox_full", f"more than {EVENTS_MAX} unread presence events"))
+            self._end_overflown()
         elif not self._ended:
             self._events.append(event)
             self._changed.set()
+
+    def _end_overflown(self) -> None:
+        self._events.clear()
+        self._early.clear()
+        self.end(ClientError("inbox_full", f"more than {EVENTS_MAX} unread presence events"))
 
 
 _REGISTER_ATTEMPTS: Final = 3
@@ -216,14 +243,18 @@ class SessionResources:
             options,
             deliver=inbox.put,
             notice=self._on_hub_notice,
+            connected=self._on_connected,
             restore=self._restore,
             is_behind=lambda: inbox.full,
         )
         self._on_notice = on_notice
         self._held: dict[str, HeldRegistration] = {}
         self._followed: dict[str, HeldSubscription] = {}
-        self._watched: dict[str, PresenceWatch] = {}
-        # Events of watches whose snapshot is still loading.
+        self._watches: dict[PresenceWatch, None] = {}
+        self._watched: dict[str, PresenceWatch] = {}  # by their ids in the current session
+        self._opening = 0  # watches whose id is not known yet
+        self._unwatching: set[str] = set()
+        # Messages of the hub with unknown ids, while watches are opened.
         self._early: deque[dict[str, Any]] = deque(maxlen=EARLY_EVENTS_MAX)
         self._paused = PausedTargets()
         self._flow_changed = asyncio.Event()
@@ -241,7 +272,7 @@ class SessionResources:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.session.stop()
         self.inbox.end(None)
-        for watching in self._watched.values():
+        for watching in self._watches:
             watching.end()
 
     # -- requests
@@ -329,6 +360,8 @@ class SessionResources:
                 await self._register_again(held)
 
     async def _register_again(self, held: HeldRegistration) -> None:
+        if self._held.get(held.registration.actor_address) is not held:
+            return  # it was unregistered meanwhile
         try:
             await self.register(held.payload)
         except ClientError:
@@ -348,6 +381,13 @@ class SessionResources:
         followed = self._followed.pop(subscription.subscription_id, None)
         return (subscription if followed is None else followed.subscription).subscription_id
 
+    async def _unsubscribe(self, subscription: Subscription) -> None:
+        """End a subscription that was restored while the caller ended it."""
+        try:
+            await self.ask("hub:unsubscribe", {"subscriptionId": subscription.subscription_id})
+        except ClientError:
+            return  # it ends with the session
+
     # -- presence
 
     async def discover(self, query: dict[str, Any], *, urgent: bool = False) -> AsyncIterator[Actor]:
@@ -366,20 +406,51 @@ class SessionResources:
 
     async def watch(self, payload: dict[str, Any]) -> PresenceWatch:
         watching = PresenceWatch(payload)
-        await self._watch(watching)
+        try:
+            await self._open_watch(watching)
+        except BaseException:
+            self._end_watch(watching)
+            self._start_task(self._unwatch(watching.id))
+            raise
         return watching
 
     async def unwatch(self, watching: PresenceWatch) -> None:
-        if self._watched.pop(watching.id, None) is None:
+        self._end_watch(watching)
+        await self._unwatch(watching.id)
+
+    async def _unwatch(self, watch_id: str, *, urgent: bool = False) -> None:
+        if not watch_id or watch_id in self._unwatching:
             return
+        self._unwatching.add(watch_id)
         try:
-            await self.ask("hub:presence", {"action": "unwatch", "watchId": watching.id})
+            await self.ask("hub:presence", {"action": "unwatch", "watchId": watch_id}, urgent=urgent)
         except ClientError:
             return  # it ends with the session
+        finally:
+            self._unwatching.discard(watch_id)
 
-    async def _watch(self, watching: PresenceWatch, *, urgent: bool = False) -> None:
-        response = await self.ask("hub:presence", watching.payload, urgent=urgent)
-        await self._load_snapshot(watching, decode_response(response, PresencePage), urgent=urgent)
+    def _end_watch(self, watching: PresenceWatch, error: ClientError | None = None) -> None:
+        self._watches.pop(watching, None)
+        self._watched.pop(watching.id, None)
+        watching.end(error)
+
+    async def _open_watch(self, watching: PresenceWatch, *, urgent: bool = False) -> None:
+        self._opening += 1
+        try:
+            response = await self.ask("hub:presence", watching.payload, urgent=urgent)
+            page: PresencePage = decode_response(response, PresencePage)
+            if watching.ended:
+                self._start_task(self._unwatch(page.watch_id))
+                return
+            watching.begin_snapshot(page)
+            self._watches[watching] = None
+            self._watched[watching.id] = watching
+        finally:
+            self._opening -= 1
+            early, self._early = self._early, deque(maxlen=EARLY_EVENTS_MAX)
+            for payload in early:
+                self._on_presence(payload)
+        await self._load_snapshot(watching, page, urgent=urgent)
 
     async def _load_snapshot(
         self, watching: PresenceWatch, page: PresencePage, *, urgent: bool = False
@@ -389,31 +460,53 @@ class SessionResources:
         if page.has_more:
             named = {name: watching.payload.get(name) for name in ("pattern", "capability")}
             query = wire.without_none(asOf=page.offset, **named)
-            actors = [actor async for actor in self.discover(query, urgent=urgent)]
-        watching.apply_snapshot(actors)
-        watching.id = page.watch_id
-        self._watched[watching.id] = watching
-        early, self._early = self._early, deque(maxlen=EARLY_EVENTS_MAX)
-        for payload in early:
-            self._on_presence(payload)
+            try:
+                actors = [actor async for actor in self.discover(query, urgent=urgent)]
+            except ClientError:
+                if watching.is_loading(page):
+                    raise
+        if watching.is_loading(page):
+            watching.apply_snapshot(actors)
+
+    async def _load_new_snapshot(self, watching: PresenceWatch, page: PresencePage) -> None:
+        try:
+            await self._load_snapshot(watching, page)
+        except ClientError as error:
+            self._end_watch(watching, error)
+            await self._unwatch(page.watch_id)
 
     def _on_presence(self, payload: dict[str, Any]) -> None:
-        watching = self._watched.get(payload["watchId"])
-        if watching is None:
+        watch_id: str = payload["watchId"]
+        watching = self._watched.get(watch_id)
+        if payload.get("event") == "unwatched":
+            return  # the second response to a request that was sent twice
+        if watching is None and self._opening:
             self._early.append(payload)
+        elif watching is None:
+            # The response with this id was lost, or the watch was ended. It counts towards the limit of the
+            # session, so it is removed even before the session is ready.
+            self._start_task(self._unwatch(watch_id, urgent=True))
         elif "actors" in payload:
-            # The watch fell behind, and gets a new snapshot.
-            del self._watched[watching.id]
-            self._start_task(self._load_snapshot(watching, msgspec.convert(payload, PresencePage)))
+            # Events were lost, so the hub sends a new snapshot.
+            page = msgspec.convert(payload, PresencePage)
+            watching.begin_snapshot(page)
+            self._start_task(self._load_new_snapshot(watching, page))
         else:
             watching.apply_event(msgspec.convert(payload, Presence))
 
     # -- a new session
 
-    async def _restore(self) -> None:
-        """Restore the state of the client in a new session."""
+    def _on_connected(self, resumed: bool) -> None:
+        """The hub keeps no pauses of a lost connection, and no watches of a lost session."""
         self._paused.clear()
         self._flow_changed.set()
+        if not resumed:
+            self._watched.clear()
+            for watching in self._watches:
+                watching.id = ""
+
+    async def _restore(self) -> None:
+        """Restore the state of the client in a new session."""
         for address, held in list(self._held.items()):
             try:
                 await self.register(held.payload, urgent=True)
@@ -429,12 +522,19 @@ class SessionResources:
             except ClientError as error:
                 if error.extra.get("retryable"):
                     raise
-                del self._followed[known_as]
+                self._followed.pop(known_as, None)
             else:
                 followed.subscription = decode_response(response, Subscription)
-        watched, self._watched = list(self._watched.values()), {}
-        for watching in watched:
-            await self._watch(watching, urgent=True)
+                if known_as not in self._followed:
+                    self._start_task(self._unsubscribe(followed.subscription))
+        # A session that was lost in the middle of this still has the watches with an id.
+        for watching in [watching for watching in self._watches if not watching.id]:
+            try:
+                await self._open_watch(watching, urgent=True)
+            except ClientError as error:
+                if error.extra.get("retryable"):
+                    raise
+                self._end_watch(watching, error)
 
     # -- messages that the hub sends by itself
 
@@ -464,7 +564,7 @@ class SessionResources:
     async def _watch_end(self) -> None:
         await self.session.ended.wait()
         self.inbox.end(self.session.failure)
-        for watching in self._watched.values():
+        for watching in self._watches:
             watching.end(self.session.failure)
         self._paused.clear()
         self._flow_changed.set()

@@ -165,7 +165,8 @@ class HubSession:
     """A sequence of sessions, for as long as the client is open.
 
     `deliver` receives messages for actors, and may block reading. `notice` receives messages that the hub
-    sends by itself. `restore` recreates the state that a new session lacks.
+    sends by itself. `connected` is called before the first message of each connection, with whether the
+    session was resumed. `restore` recreates the state that a new session lacks.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class HubSession:
         *,
         deliver: Callable[[Message], Awaitable[None]],
         notice: Callable[[Message], None],
+        connected: Callable[[bool], None],
         restore: Callable[[], Awaitable[None]],
         is_behind: Callable[[], bool],
     ) -> None:
@@ -185,6 +187,7 @@ class HubSession:
         self.ended = asyncio.Event()
         self._deliver = deliver
         self._notice = notice
+        self._connected = connected
         self._restore = restore
         self._is_behind = is_behind
         self._connection: HubConnection | None = None
@@ -324,7 +327,10 @@ class HubSession:
                 raise error
             if response.correlation_id == request.id:
                 break
-        self.welcome = decode_response(response, Welcome)
+        self.welcome = welcome = decode_response(response, Welcome)
+        # A session that was lost before it was completely restored is resumed incomplete.
+        self._complete = self._complete and welcome.resumed
+        self._connected(welcome.resumed)
         self.identity = response.metadata.get("actorIdentity") or options.address
 
     async def _serve(self, connection: HubConnection) -> None:
@@ -350,10 +356,7 @@ class HubSession:
 
     async def _resume(self, connection: HubConnection) -> None:
         """Restore what a new session lacks, then send pending requests again."""
-        assert self.welcome is not None
         try:
-            # A session that was lost before it was completely restored is resumed incomplete.
-            self._complete = self._complete and self.welcome.resumed
             if not self._complete:
                 await self._restore()
                 self._complete = True
