@@ -246,6 +246,30 @@ def test_h18_a_letter_that_could_not_be_written_is_written_later() -> None:
     assert world.hub.counts["dead_letters", "message_expired"] == 1
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_h18_a_rejection_that_cannot_be_written_leaves_the_message_to_its_reader(leaves: bool) -> None:
+    world = World()
+    session = come(world, commit="manual")
+    send(world, 1, 2)
+    first, second = offsets(given(world, session))
+    world.full_streams.add(LETTERS)
+    world.hold()
+    request = reject(world, session, first, second)
+    if leaves:
+        world.lose(session)
+        session = come(world, commit="manual")
+    world.commit_held()
+    world.full_streams.clear()
+    answers = world.taken(session)
+    if leaves:
+        assert [frame["payload"] for frame in answers if frame["type"] == "t"] == [1, 2]
+    else:
+        assert [(one["type"], one["correlationId"]) for one in answers] == [("hub:error", request)]
+    assert buried(world) == []
+    reject(world, session, first, second)
+    assert buried(world) == [("rejected", 1), ("rejected", 2)]
+
+
 # -- letters and positions after a crash -----------------------------------------------------------------
 
 
@@ -309,6 +333,40 @@ def test_h18_letters_of_a_deleted_mailbox_do_not_pass_messages_of_a_new_one() ->
     assert [frame["payload"] for frame in given(world, come(world, commit="manual"))] == [3, 4]
 
 
+def test_h18_a_crash_between_a_mailbox_and_its_cursor_does_not_lose_messages_of_a_new_one() -> None:
+    world = World()
+    session = come(world)
+    send(world, 1, 2)
+    world.wait(1000)
+    world.hold()
+    world.say(session, "hub:unregister", {"actorAddress": B, "deleteMailbox": True})
+    while world.streams.tail("hub/mbox/t/b") is not None:
+        world.commit_next()
+    world.crash()
+    world.now += 1
+    world.lose(come(world))
+    send(world, 3, 4)
+    world.crash()
+    assert [frame["payload"] for frame in given(world, come(world))] == [3, 4]
+
+
+def test_h18_a_crash_while_a_subscription_ends_does_not_deliver_it_from_its_beginning() -> None:
+    world = World()
+    publisher, wanted = world.actor(A), {"topic": "jobs", "durable": True}
+    session = come(world)
+    world.say(session, "hub:subscribe", wanted)
+    world.ask(publisher, "hub:publish", {"topic": "jobs", "type": "t", "data": 1})
+    assert len(given(world, session)) == 1
+    world.wait(1000)
+    world.hold()
+    world.say(session, "hub:unsubscribe", {"topic": "jobs"})
+    world.commit_next()
+    world.crash()
+    again = come(world)
+    world.say(again, "hub:subscribe", wanted)
+    assert given(world, again) == []
+
+
 def test_h18_a_cursor_that_could_not_be_written_is_written_later() -> None:
     world = World()
     session = come(world)
@@ -332,6 +390,19 @@ def commit_second_of(world: World, numbers: int) -> Session:
     answer = world.ask(session, "hub:mailbox_commit", {"actorAddress": B, "offsets": [second]})
     assert answer["type"] == "hub:mailbox_committed"
     return session
+
+
+def test_h18_a_rejection_by_a_reader_without_push_does_not_pass_the_message_before_it() -> None:
+    world = World()
+    session = come(world, push=False)
+    send(world, 1, 2)
+    world.taken(session)
+    read = {"actorAddress": B, "offset": "committed"}
+    found = world.ask(session, "hub:mailbox_read", read)["payload"]["messages"]
+    reject(world, session, found[1]["offset"])
+    assert buried(world) == [("rejected", 2)]
+    world.crash()
+    assert [frame["payload"] for frame in given(world, come(world))] == [1]
 
 
 def test_h18_deleting_a_mailbox_writes_letters_only_for_what_was_not_committed() -> None:

@@ -56,7 +56,8 @@ class Cursor(msgspec.Struct, eq=False):
         """Commits everything up to an entry. The committed position never moves back."""
         if entry > self.committed:
             self.committed = entry
-            self.acknowledged = {one for one in self.acknowledged if one > entry}
+            if self.acknowledged:
+                self.acknowledged = {one for one in self.acknowledged if one > entry}
         self._advance()
 
     def _advance(self) -> None:
@@ -129,9 +130,11 @@ class Cursors:
     def delete(self, path: str, stream: str) -> None:
         """Removes the cursor of a deleted stream, with an event."""
         if self._pop(path, stream):
-            self._hub.append(
-                Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode())
-            )
+            self.write_deleted(path, stream)
+
+    def write_deleted(self, path: str, stream: str) -> None:
+        """The event of a removed cursor: a new stream of the same name must not start at its position."""
+        self._hub.append(Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode()))
 
     def mark_dirty(self, path: str, stream: str) -> None:
         cursor = self.get(path, stream)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.hub import requests
 from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
 from tailrace.hub.dead_letters import DEAD_LETTERS_STREAM as LETTERS
@@ -24,6 +26,8 @@ from tailrace.hub.topics import SUBSCRIPTIONS_STREAM as SUBSCRIPTIONS
 from tailrace.hub.topics import SubscriptionRecord
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
+
+logger = logging.getLogger("tailrace.hub")
 
 # Streams of messages that a client may repeat.
 MESSAGE_STREAMS: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM)
@@ -187,7 +191,10 @@ class HubRestore:
             hub.registry.put(registration)
         for key, record in self._positions.items():
             owner, _, stream = key.partition(" ")
-            if record is None or hub.streams.tail(stream) is None:
+            if record is None:
+                continue
+            if hub.streams.tail(stream) is None:
+                hub.mailboxes.cursors.write_deleted(owner[2:-1], stream)  # killed between both deletions
                 continue
             committed = self._entry(stream, record.committed)
             delivered = max(committed, self._entry(stream, record.delivered))
@@ -241,7 +248,12 @@ async def _replay_last(streams: LogStreams, name: str, apply: Callable[[int, byt
     while after < stream.visible:
         found = await streams.read(stream, after, PAGE_ENTRIES, PAGE_BYTES, since or None)
         if found.error is not None:
-            raise found.error  # without them, messages would be dead-lettered or delivered twice
+            # Segments in the object store are old enough: their cursors have been written.
+            logger.warning(
+                "cannot read the last entries of a hub stream at start-up",
+                extra=log_fields(stream=name, error=str(found.error)),
+            )
+            break
         if not found.entries:
             break
         for number, _, body in found.entries:
