@@ -44,7 +44,7 @@ class MemoryStreams:
     def __init__(self) -> None:
         self.entries: dict[str, list[tuple[int, bytes]]] = {}
         self.producers: dict[tuple[str, str], tuple[int, int]] = {}
-        self.created_ms: dict[str, int] = {}
+        self._created_ms: dict[str, int] = {}
         self.trimmed: dict[str, int] = {}  # entries up to these are gone
 
     def tail(self, stream: str) -> int | None:
@@ -54,13 +54,16 @@ class MemoryStreams:
     def earliest(self, stream: str) -> int:
         return self.trimmed.get(stream, 0)
 
+    def created_ms(self, stream: str) -> int:
+        return self._created_ms.get(stream, 0)
+
     def make(self, stream: str, now_ms: int) -> list[tuple[int, bytes]]:
-        self.created_ms.setdefault(stream, now_ms)
+        self._created_ms.setdefault(stream, now_ms)
         return self.entries.setdefault(stream, [])
 
     def remove(self, stream: str) -> None:
         self.entries.pop(stream, None)
-        self.created_ms.pop(stream, None)
+        self._created_ms.pop(stream, None)
         self.trimmed.pop(stream, None)
 
     def names(self, prefix: str, after: str, limit: int) -> list[StreamSummary]:
@@ -71,7 +74,7 @@ class MemoryStreams:
                 self.earliest(name),
                 len(self.entries[name]),
                 self.size_bytes(name),
-                self.created_ms[name],
+                self._created_ms[name],
                 self.entries[name][-1][0] // 1_000_000 if self.entries[name] else 0,
             )
             for name in found
@@ -140,6 +143,8 @@ class World:
         self.closes: dict[Session, int] = {}
         self.unsent: dict[Session, int] = {}
         self.held: deque[Append] | None = None
+        self.held_reads: deque[Read] | None = None  # reads from a slow disk wait for `read_held`
+        self.full_streams: set[str] = set()  # appends to these streams fail
         self.turns: deque[Defer] | None = None  # a list: they wait for `turn`
         self._queue: deque[Effect] = deque()
         self._busy = False
@@ -173,7 +178,10 @@ class World:
             else:
                 self._commit(effect)
         elif isinstance(effect, Read):
-            self._read(effect)
+            if self.held_reads is not None:
+                self.held_reads.append(effect)
+            else:
+                self._read(effect)
         elif isinstance(effect, Close):
             self.closes[effect.session] = effect.code
             self.run(decide.on_closed(self.hub, effect.session, effect.code, self.now))
@@ -198,7 +206,10 @@ class World:
         session.outbox.written(len(frame))
 
     def _commit(self, effect: Append) -> None:
-        settled = self.streams.append(effect, self.now)
+        if effect.stream in self.full_streams:
+            settled = AppendOutcome(error=TailraceError("insufficient_storage", "the disk is full"))
+        else:
+            settled = self.streams.append(effect, self.now)
         if effect.then is not None:
             effect.then(settled, self.now)
             self.run(decide.collect_effects(self.hub, self.now))
@@ -228,6 +239,16 @@ class World:
         """The first of what waits becomes durable, if anything does; the rest goes on waiting."""
         if self.held:
             self._commit(self.held.popleft())
+
+    def hold_reads(self) -> None:
+        """Reads have no result until `read_held`."""
+        self.held_reads = deque()
+
+    def read_held(self) -> None:
+        """The last read has its result first."""
+        held, self.held_reads = self.held_reads or deque(), None
+        for effect in reversed(held):
+            self._read(effect)
 
     def _read(self, effect: Read) -> None:
         entries = self.streams.entries.get(effect.stream, [])
@@ -323,7 +344,7 @@ class World:
 
     def crash(self) -> None:
         """The process is killed and started again: only what was durable is left."""
-        self.held = None
+        self.held = self.held_reads = None
         self._queue.clear()
         self.hub = self._fresh()
         for name in self.streams.entries:

@@ -1,22 +1,32 @@
 """Dead letters: undeliverable and rejected messages, with the reason.
 
-The cursor of a mailbox may pass a rejected message only when its dead letter is durable: a crash in between
-would lose the message. Concurrent rejections of one message wait for the same letter.
+The cursor of a mailbox may pass an undelivered message only when its dead letter is durable: a crash in
+between would lose the message. A crash after that is repaired at start-up (`HubRestore.letter`). Everything
+that ends the same message meanwhile waits for the same letter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from tailrace.common.errors import TailraceError
 from tailrace.hub import requests
-from tailrace.hub.delivery_queues import BROADCAST, DeliveryQueue, Feed, decode_broadcast
+from tailrace.hub.delivery_queues import (
+    BROADCAST,
+    Cursor,
+    DeliveryQueue,
+    Feed,
+    cursor_key,
+    decode_broadcast,
+)
 from tailrace.hub.effects import Append, AppendOutcome, Read, ReadResult
 from tailrace.hub.envelope import new_id, parse_envelope
+from tailrace.hub.errors import HubError
 from tailrace.hub.mailboxes import PAGE_BYTES, STORED_BYTES_MAX
 from tailrace.hub.requests import OutgoingMessage, outgoing_from_envelope
 
@@ -29,6 +39,7 @@ DEAD_LETTERS_STREAM: Final = "hub/dead-letters"
 LETTERS_PER_SECOND_MAX: Final = 100  # of one identity; beyond, equal ones are merged
 MERGED_MAX: Final = 10_000
 WAITING_BYTES_MAX: Final = 2**30  # checked when it was accepted
+REJECTED: Final = "rejected"
 
 
 class DeadLetter(msgspec.Struct, rename="camel"):
@@ -70,8 +81,18 @@ class DeadLetters:
         then: Callable[[AppendOutcome, int], None] | None = None,
     ) -> None:
         """Accepted messages are never merged; others are merged above the rate limit."""
-        self._hub.count("dead_letters", reason)
-        self._hub.trace.record("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
+        hub = self._hub
+
+        def count(now_ms: int) -> None:
+            hub.count("dead_letters", reason)
+            hub.trace.record("dead", copy, now_ms, stream=stream, offset=offset, reason=reason)
+
+        def settled(outcome: AppendOutcome, now_ms: int) -> None:
+            if outcome.error is None:
+                count(now_ms)
+            if then is not None:
+                then(outcome, now_ms)
+
         letter = DeadLetter(
             f"dl-{new_id(now_ms)}",
             reason,
@@ -87,7 +108,11 @@ class DeadLetters:
             trace,
             cursor,
         )
-        if accepted_ms is None and then is None and not self._within_rate(copy.sender.address, now_ms):
+        if accepted_ms is not None:
+            self._append(letter, settled)  # counted when it is durable: a failed one is written again
+            return
+        count(now_ms)
+        if then is None and not self._within_rate(copy.sender.address, now_ms):
             key = (reason, copy.sender.address, copy.to)
             known = self._merged.get(key)
             if known is not None:
@@ -131,65 +156,164 @@ class DeadLetters:
         self._merged.clear()
 
 
-RejectedCallback = Callable[[TailraceError | None, int], None]
+RETRIES_PER_TICK_MAX: Final = 1000
+
+LetterCallback = Callable[[TailraceError | None, int], None]
 
 
-class RejectedMessages:
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self._waiting: dict[tuple[str, str, int], list[RejectedCallback]] = {}  # by owner, stream and entry
+def after_all(letters: int, then: LetterCallback) -> LetterCallback:
+    """A callback for each of several letters; the last one, or the first with an error, calls `then`."""
+    left = letters
 
-    def dead_letter(
-        self, queue: DeliveryQueue, feed: Feed, entries: set[int], then: RejectedCallback, now_ms: int
-    ) -> None:
-        """Calls `then` once, when all letters are durable or one cannot be written."""
-        left = set(entries)
-        if not left:
-            then(None, now_ms)
-            return
-
-        def one_done(entry: int, error: TailraceError | None, now_ms: int) -> None:
-            if entry not in left:
-                return
-            left.discard(entry)
-            if error is not None:
-                left.clear()
+    def one_done(error: TailraceError | None, now_ms: int) -> None:
+        nonlocal left
+        if left:
+            left = left - 1 if error is None else 0
             if not left:
                 then(error, now_ms)
 
-        for entry in sorted(entries):
-            self._join(queue, feed, entry, lambda error, now, entry=entry: one_done(entry, error, now))
+    return one_done
 
-    def _join(self, queue: DeliveryQueue, feed: Feed, entry: int, done: RejectedCallback) -> None:
-        key = (queue.path, feed.stream, entry)
-        waiting = self._waiting.get(key)
-        if waiting is not None:
-            waiting.append(done)
+
+class EntryDeadLetters:
+    """Dead letters of stored messages: exactly one for each entry that a cursor passes undelivered.
+
+    While its letter is being written, an entry is neither delivered nor dead-lettered again, and its cursor
+    does not pass it.
+    """
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        # Callbacks by cursor, then by entry. A cursor object belongs to one life of its stream.
+        self._writing: dict[Cursor, dict[int, list[LetterCallback]]] = {}
+        self._failed: deque[_EntryLetter] = deque()
+
+    def entries(self, cursor: Cursor) -> Collection[int]:
+        """The entries whose letters are being written."""
+        return self._writing.get(cursor, ())
+
+    def write(
+        self,
+        queue: DeliveryQueue,
+        feed: Feed,
+        entry: int,
+        copy: OutgoingMessage,
+        reason: str,
+        attempts: int,
+        time_ns: int,
+        now_ms: int,
+        *,
+        then: LetterCallback | None = None,
+    ) -> None:
+        """Writes the letter of an entry, unless its cursor has passed it. Retries until it is durable.
+
+        `then` gets the outcome of the present attempt.
+        """
+        if feed.cursor.has_passed(entry):
+            if then is not None:
+                then(None, now_ms)
+        elif self._begin(feed.cursor, entry, then):
+            self._append(_EntryLetter(queue.path, feed, entry, reason, attempts), copy, time_ns, now_ms)
+
+    def reject(
+        self, queue: DeliveryQueue, feed: Feed, entries: set[int], then: LetterCallback, now_ms: int
+    ) -> None:
+        """Writes the letters of entries that their reader rejected, or joins those being written.
+
+        Calls `then` once, when all are durable or one cannot be written; then the rejection has failed.
+        """
+        if not entries:
+            then(None, now_ms)
             return
-        self._waiting[key] = [done]
-        attempts = feed.deliveries.get(entry, 1)
+        one_done = after_all(len(entries), then)
+        for entry in sorted(entries):
+            if self._begin(feed.cursor, entry, one_done):
+                self._read(_EntryLetter(queue.path, feed, entry, REJECTED, feed.deliveries.get(entry, 1)))
 
-        def settled(result: AppendOutcome, now_ms: int) -> None:
-            for each in self._waiting.pop(key):
-                each(result.error, now_ms)
+    def tick(self) -> None:
+        """Once a second: tries again to write failed letters."""
+        for _ in range(min(len(self._failed), RETRIES_PER_TICK_MAX)):
+            self._read(self._failed.popleft())
+
+    def _begin(self, cursor: Cursor, entry: int, then: LetterCallback | None) -> bool:
+        """Whether the letter is to be written: False if it is being written already."""
+        writing = self._writing.setdefault(cursor, {})
+        is_new = entry not in writing
+        waiting = writing.setdefault(entry, [])
+        if then is not None:
+            waiting.append(then)
+        return is_new
+
+    def _read(self, letter: _EntryLetter) -> None:
+        """Reads the whole message for its letter. A trimmed one has none."""
+        feed = letter.feed
 
         def found(page: ReadResult, now_ms: int) -> None:
-            """Reads the whole message for its letter. A trimmed one has none."""
             if page.error is not None and page.error.code != "offset_gone":
-                settled(AppendOutcome(error=page.error), now_ms)
+                self._settled(letter, AppendOutcome(error=page.error), now_ms)
                 return
             if not page.entries:
-                settled(AppendOutcome(), now_ms)
+                self._settled(letter, AppendOutcome(), now_ms)
                 return
-            ((number, time_ns, body),) = page.entries
+            ((_, time_ns, body),) = page.entries
             copy = requests.outgoing_from_envelope(
                 parse_envelope(_stored_message(feed, body), STORED_BYTES_MAX)
             )
-            self._hub.mailboxes.dead_letter(
-                queue, feed, number, copy, "rejected", attempts, time_ns, now_ms, then=settled
-            )
+            self._append(letter, copy, time_ns, now_ms)
 
-        self._hub.effects.append(Read(feed.stream, entry - 1, 1, PAGE_BYTES, found))
+        self._hub.effects.append(Read(feed.stream, letter.entry - 1, 1, PAGE_BYTES, found))
+
+    def _append(self, letter: _EntryLetter, copy: OutgoingMessage, time_ns: int, now_ms: int) -> None:
+        hub, stream, entry = self._hub, letter.feed.stream, letter.entry
+
+        def then(outcome: AppendOutcome, now_ms: int) -> None:
+            pending = hub.pending.stored_at(stream, entry, letter.path)
+            if outcome.error is None and pending is not None:
+                code = "message_expired" if letter.reason == "message_expired" else "timeout"
+                error = HubError(code, f"not delivered: {letter.reason}", {"outcome": "unknown"})
+                hub.pending.fail(pending, error, now_ms)
+            self._settled(letter, outcome, now_ms)
+
+        hub.dead_letters.write(
+            letter.reason,
+            copy,
+            now_ms,
+            stream=stream,
+            offset=hub.streams.offset(stream, entry),
+            cursor=cursor_key(letter.path, stream),
+            attempts=letter.attempts,
+            accepted_ms=time_ns // 1_000_000,
+            then=then,
+        )
+
+    def _settled(self, letter: _EntryLetter, outcome: AppendOutcome, now_ms: int) -> None:
+        """The letter is durable, or could not be written: then a rejected message stays with its reader."""
+        cursor, entry = letter.feed.cursor, letter.entry
+        writing = self._writing[cursor]
+        waiting = writing.pop(entry)
+        if outcome.error is not None and letter.reason != REJECTED:
+            writing[entry] = []
+            self._failed.append(letter)
+        if not writing:
+            del self._writing[cursor]
+        mailboxes = self._hub.mailboxes
+        if outcome.error is None:
+            mailboxes.pass_entry(letter.path, letter.feed, entry)
+        elif letter.reason == REJECTED:
+            mailboxes.requeue_entry(letter.path, letter.feed, entry)
+        for each in waiting:
+            each(outcome.error, now_ms)
+        mailboxes.resume_delivery(letter.path, now_ms)
+
+
+class _EntryLetter(NamedTuple):
+    """The letter of one entry, without the message."""
+
+    path: str  # of the queue
+    feed: Feed
+    entry: int
+    reason: str
+    attempts: int
 
 
 def _stored_message(feed: Feed, body: bytes) -> bytes:

@@ -166,6 +166,7 @@ def tick(hub: Hub, now_ms: int) -> list[Effect]:
     _process_in_slices(hub, iter(tuple(hub.sessions.values())), partial(_tick_session, hub), now_ms)
     hub.pending.tick(now_ms)
     registration.expire_registrations(hub, now_ms, EXPIRED_PER_TICK_MAX)
+    hub.entry_dead_letters.tick()
     hub.mailboxes.tick(now_ms)
     hub.presence.tick(now_ms)
     hub.sweep.tick(now_ms)

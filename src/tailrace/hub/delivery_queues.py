@@ -44,11 +44,26 @@ class Cursor(msgspec.Struct, eq=False):
     moved_ms: int = 0  # last change, to the second
     acknowledged: set[int] = set()  # beyond the committed position, committed singly
 
-    def advance(self) -> None:
-        """Moves the committed position over acknowledged entries up to the first gap."""
+    def has_passed(self, entry: int) -> bool:
+        return entry <= self.committed or entry in self.acknowledged
+
+    def acknowledge(self, entries: Iterable[int]) -> None:
+        """Commits single entries; the committed position advances up to the first gap."""
+        self.acknowledged.update(entry for entry in entries if entry > self.committed)
+        self._advance()
+
+    def commit_upto(self, entry: int) -> None:
+        """Commits everything up to an entry. The committed position never moves back."""
+        if entry > self.committed:
+            self.committed = entry
+            if self.acknowledged:
+                self.acknowledged = {one for one in self.acknowledged if one > entry}
+        self._advance()
+
+    def _advance(self) -> None:
         while self.committed + 1 in self.acknowledged:
             self.committed += 1
-        self.acknowledged = {entry for entry in self.acknowledged if entry > self.committed}
+            self.acknowledged.remove(self.committed)
         self.delivered = max(self.delivered, self.committed)
 
 
@@ -115,9 +130,11 @@ class Cursors:
     def delete(self, path: str, stream: str) -> None:
         """Removes the cursor of a deleted stream, with an event."""
         if self._pop(path, stream):
-            self._hub.append(
-                Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode())
-            )
+            self.write_deleted(path, stream)
+
+    def write_deleted(self, path: str, stream: str) -> None:
+        """The event of a removed cursor: a new stream of the same name must not start at its position."""
+        self._hub.append(Append(CURSORS_STREAM, _encode_cursor_event(path, stream, None), key=path.encode()))
 
     def mark_dirty(self, path: str, stream: str) -> None:
         cursor = self.get(path, stream)
@@ -153,6 +170,7 @@ class Cursors:
         self._append(path, stream, then)
 
     def _append(self, path: str, stream: str, then: Callable[[AppendOutcome, int], None] | None) -> None:
+        """A cursor that could not be written is written again at the next flush."""
         cursor = self.get(path, stream)
         if cursor is None or self._hub.streams.tail(stream) is None:
             return
@@ -164,8 +182,16 @@ class Cursors:
             to_ranges(cursor.acknowledged),
             streams.offset(stream, cursor.read_upto) if cursor.read_upto > cursor.delivered else None,
         )
+
+        def settled(outcome: AppendOutcome, now_ms: int) -> None:
+            if outcome.error is not None and self.get(path, stream) is cursor:
+                self._dirty[(path, stream)] = 1
+                self._hub.has_unflushed = True
+            if then is not None:
+                then(outcome, now_ms)
+
         self._hub.append(
-            Append(CURSORS_STREAM, _encode_cursor_event(path, stream, record), then, key=path.encode())
+            Append(CURSORS_STREAM, _encode_cursor_event(path, stream, record), settled, key=path.encode())
         )
 
 
@@ -290,7 +316,6 @@ class Feed:
             self.remove_in_flight(entry)
         for entry in [entry for entry in self.deliveries if entry <= upto]:
             del self.deliveries[entry]
-        self.cursor.acknowledged = {entry for entry in self.cursor.acknowledged if entry > upto}
         if self.sent < upto:
             self.sent = upto
             while self.prefetched and self.prefetched[0].entry <= upto:

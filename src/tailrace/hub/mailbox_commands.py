@@ -12,6 +12,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.hub import requests
 from tailrace.hub.addresses import mailbox_stream, parse_address, topic_stream
+from tailrace.hub.dead_letters import after_all
 from tailrace.hub.delivery_queues import (
     BROADCAST,
     BROADCAST_STREAM,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 LIMIT_DEFAULT: Final = 100
 READ_BYTES: Final = 512 * 1024
 ENTRIES_MAX: Final = 1000  # of one commit
+REMOVED_ENTRIES: Final = 100  # dead-lettered at once when a mailbox is deleted
 
 
 def authorised_path(hub: Hub, session: Session, request: HubRequest, action: str, now_ms: int) -> str:
@@ -227,10 +229,10 @@ def commit_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int)
     path = authorised_path(hub, session, request, "mailbox_commit", now_ms)
     queue, feed = _find_feed(hub, session, path, request)
     given = _read_commit(hub, queue, feed, request)
-    cursor = feed.cursor
-    fresh = {
-        entry for entry in given.rejected if entry > cursor.committed and entry not in cursor.acknowledged
-    }
+    # Entries are not committed while their letters are being written: those that expired, or are rejected.
+    letters = hub.entry_dead_letters
+    waits = {entry for entry in letters.entries(feed.cursor) if entry <= given.upto or entry in given.entries}
+    waits |= {entry for entry in given.rejected if not feed.cursor.has_passed(entry)}
 
     def buried(error: TailraceError | None, now_ms: int) -> None:
         if error is not None:
@@ -243,24 +245,20 @@ def commit_mailbox(hub: Hub, session: Session, request: HubRequest, now_ms: int)
         hub.mailboxes.deliver_next(queue, now_ms)
         hub.mailboxes.release(queue)
 
-    hub.rejected.dead_letter(queue, feed, fresh, buried, now_ms)
+    letters.reject(queue, feed, waits, buried, now_ms)
 
 
 def _apply_commit(hub: Hub, queue: DeliveryQueue, feed: Feed, given: CommitRequest, now_ms: int) -> None:
-    """Moves the cursor, and removes committed entries from flight."""
-    upto, entries, rejected = given
+    """Moves the cursor, and removes committed entries from flight. It has passed rejected ones already."""
+    upto, entries, _ = given
     for entry, flight in feed.in_flight.items():
-        if (entry <= upto or entry in entries) and entry not in rejected:
+        if entry <= upto or entry in entries:
             offset = hub.streams.offset(feed.stream, entry)
             kind = TRACE_KIND_BY_FEED[feed.kind]
             hub.trace.record("processed", flight.copy, now_ms, kind=kind, stream=feed.stream, offset=offset)
-    if upto > feed.cursor.committed:
-        feed.cursor.committed = upto
-        feed.cursor.delivered = max(feed.cursor.delivered, upto)
-    feed.commit_upto(feed.cursor.committed)
-    if entries or rejected:
-        hub.mailboxes.mark_done(queue, feed, entries | rejected)
-    feed.cursor.advance()
+    feed.cursor.commit_upto(upto)
+    if entries:
+        hub.mailboxes.mark_done(queue, feed, entries)
     feed.commit_upto(feed.cursor.committed)
 
 
@@ -296,27 +294,78 @@ def _resolve_delivered(hub: Hub, feed: Feed, text: str, bound: int) -> int:
     return entry
 
 
-def remove_mailbox(hub: Hub, path: str) -> None:
-    """Deletes a mailbox, after dead-lettering what is left in it."""
+def remove_mailbox(hub: Hub, path: str, then: Callable[[int], None], now_ms: int) -> None:
+    """Deletes a mailbox, after dead-lettering what is left in it.
+
+    Calls `then` when it is deleted; or when that has to wait, because letters cannot be written.
+    """
     stream = mailbox_stream(path)
     if hub.streams.tail(stream) is None:
+        then(now_ms)
         return
-    queue = hub.mailboxes.open(path)
-    feed = queue.feeds[stream]
+    after = hub.mailboxes.open(path).feeds[stream].cursor.committed
+    waiting = [then]
 
-    def then(found: ReadResult, now_ms: int) -> None:
-        for number, time_ns, body in found.entries:
+    def respond(now_ms: int) -> None:
+        if waiting:
+            waiting.pop()(now_ms)
+
+    def read_next(_: object = None, __: int = 0) -> None:
+        hub.effects.append(Read(stream, after, REMOVED_ENTRIES, PAGE_BYTES, found))
+
+    def found(page: ReadResult, now_ms: int) -> None:
+        nonlocal after
+        if hub.streams.tail(stream) is None or path in hub.registry.by_path:
+            respond(now_ms)  # deleted meanwhile, or the address is registered again and keeps its mailbox
+        elif page.error is not None and page.error.code == "offset_gone":
+            after = hub.streams.earliest(stream)
+            read_next()
+        elif page.error is not None:
+            respond(now_ms)  # the mailbox stays; its messages expire
+        elif page.entries:
+            write_letters(page, now_ms)
+        elif hub.mailboxes.open(path).appends:
+            # Messages that are being stored are durable before this cursor is.
+            hub.mailboxes.cursors.commit(path, stream, read_next)
+        else:
+            _delete_mailbox(hub, path, stream)
+            respond(now_ms)
+
+    def write_letters(page: ReadResult, now_ms: int) -> None:
+        queue = hub.mailboxes.open(path)
+
+        def written(error: TailraceError | None, now_ms: int) -> None:
+            nonlocal after
+            if error is None:
+                after = page.next_entry
+            else:
+                respond(now_ms)
+            read_next()  # failed letters are written again every second, and waited for
+
+        one_done = after_all(len(page.entries), written)
+        for number, time_ns, body in page.entries:
             copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
-            hub.mailboxes.dead_letter(queue, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
-        if found.error is None and found.next_entry < (hub.streams.tail(stream) or 0):
-            hub.effects.append(Read(stream, found.next_entry, 100, PAGE_BYTES, then))
-            return
-        hub.effects.append(DeleteStream(stream))
-        hub.mailboxes.cursors.delete(path, stream)
-        hub.mailboxes.cursors.delete(path, BROADCAST_STREAM)
-        queue.feeds.pop(stream, None)
-        queue.feeds.pop(BROADCAST_STREAM, None)
-        if hub.mailboxes.queues.get(path) is queue and not queue.appends:
-            del hub.mailboxes.queues[path]
+            hub.entry_dead_letters.write(
+                queue,
+                queue.feeds[stream],
+                number,
+                copy,
+                "mailbox_expired",
+                0,
+                time_ns,
+                now_ms,
+                then=one_done,
+            )
 
-    hub.effects.append(Read(stream, feed.cursor.committed, 100, PAGE_BYTES, then))
+    read_next()
+
+
+def _delete_mailbox(hub: Hub, path: str, stream: str) -> None:
+    hub.effects.append(DeleteStream(stream))
+    hub.mailboxes.cursors.delete(path, stream)
+    hub.mailboxes.cursors.delete(path, BROADCAST_STREAM)
+    queue = hub.mailboxes.open(path)
+    queue.feeds.pop(stream, None)
+    queue.feeds.pop(BROADCAST_STREAM, None)
+    queue.mailbox = None
+    hub.mailboxes.release(queue)

@@ -22,7 +22,6 @@ from tailrace.hub.delivery_queues import (
     HasRoom,
     InFlightEntry,
     PrefetchedEntry,
-    cursor_key,
     decode_broadcast,
     group_queue_path,
 )
@@ -364,8 +363,8 @@ class Mailboxes:
         if (
             not prefetched.mine
             or entry in feed.in_flight
-            or entry <= cursor.committed
-            or entry in cursor.acknowledged
+            or cursor.has_passed(entry)
+            or entry in hub.entry_dead_letters.entries(cursor)
         ):
             if not prefetched.mine:
                 self._skip(queue, feed, entry)
@@ -373,10 +372,13 @@ class Mailboxes:
             return
         before = feed.deliveries.get(entry, 0)
         reason = self._undeliverable(queue, feed, prefetched, before, now_ms)
-        if reason is not None:
-            if reason != "denied":
-                self.dead_letter(queue, feed, entry, copy, reason, before, prefetched.time_ns, now_ms)
+        if reason == "denied":
             self._skip(queue, feed, entry)
+            return
+        if reason is not None:
+            feed.sent = max(feed.sent, entry)
+            time_ns = prefetched.time_ns
+            hub.entry_dead_letters.write(queue, feed, entry, copy, reason, before, time_ns, now_ms)
             return
         offset = hub.streams.offset(feed.stream, entry)
         more = b',"mailbox":{"stream":%b,"offset":"%b"' % (
@@ -431,39 +433,6 @@ class Mailboxes:
                 return "denied"
         return None
 
-    def dead_letter(
-        self,
-        queue: DeliveryQueue,
-        feed: Feed,
-        entry: int,
-        copy: OutgoingMessage,
-        reason: str,
-        attempts: int,
-        time_ns: int,
-        now_ms: int,
-        *,
-        then: Callable[[AppendOutcome, int], None] | None = None,
-    ) -> None:
-        """Dead-letters an accepted message, and fails its pending request."""
-        hub = self._hub
-        hub.dead_letters.write(
-            reason,
-            copy,
-            now_ms,
-            stream=feed.stream,
-            offset=hub.streams.offset(feed.stream, entry),
-            cursor=cursor_key(queue.path, feed.stream),
-            attempts=attempts,
-            accepted_ms=time_ns // 1_000_000,
-            then=then,
-        )
-        pending = hub.pending.stored_at(feed.stream, entry, queue.path)
-        if pending is not None:
-            code = "message_expired" if reason == "message_expired" else "timeout"
-            hub.pending.fail(
-                pending, HubError(code, f"not delivered: {reason}", {"outcome": "unknown"}), now_ms
-            )
-
     def _skip(self, queue: DeliveryQueue, feed: Feed, entry: int) -> None:
         """Commits an entry without delivering it."""
         feed.sent = max(feed.sent, entry)
@@ -475,12 +444,42 @@ class Mailboxes:
         for entry in entries:
             feed.remove_in_flight(entry)
             feed.deliveries.pop(entry, None)
-        if queue.commits_single:
-            cursor.acknowledged |= {entry for entry in entries if entry > cursor.committed}
+        if queue.commits_single or self._hub.entry_dead_letters.entries(cursor):
+            cursor.acknowledge(entries)
         else:
-            cursor.committed = max(cursor.committed, *entries)
-        cursor.advance()
+            cursor.commit_upto(max(entries))
         self.cursors.mark_dirty(queue.path, feed.stream)
+
+    # -- dead letters ----------------------------------------------------------------------------------
+
+    def pass_entry(self, path: str, feed: Feed, entry: int) -> None:
+        """The dead letter of an entry is durable."""
+        feed.cursor.acknowledge((entry,))
+        if (current := self._current_feed(path, feed)) is not None:
+            current.remove_in_flight(entry)
+            current.deliveries.pop(entry, None)
+        if self.cursors.get(path, feed.stream) is feed.cursor:
+            self.cursors.mark_dirty(path, feed.stream)
+
+    def requeue_entry(self, path: str, feed: Feed, entry: int) -> None:
+        """A rejection failed: the entry is delivered again if no reader holds it any more."""
+        current = self._current_feed(path, feed)
+        if current is not None and entry not in current.in_flight and not feed.cursor.has_passed(entry):
+            current.requeue([entry])
+            self.queues[path].is_caught_up = False
+
+    def resume_delivery(self, path: str, now_ms: int) -> None:
+        queue = self.queues.get(path)
+        if queue is not None:
+            if not queue.is_caught_up:
+                self.deliver_next(queue, now_ms)
+            self.release(queue)
+
+    def _current_feed(self, path: str, feed: Feed) -> Feed | None:
+        """The feed with the same cursor: its queue may have been released and opened again."""
+        queue = self.queues.get(path)
+        found = None if queue is None else queue.feeds.get(feed.stream)
+        return found if found is not None and found.cursor is feed.cursor else None
 
     # -- time and room ---------------------------------------------------------------------------------
 

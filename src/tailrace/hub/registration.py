@@ -298,7 +298,11 @@ def unregister(hub: Hub, session: Session, request: HubRequest, now_ms: int) -> 
         _remove_registration(hub, gone)
         hub.presence.notify("left", gone, settled.offset, now_ms)
         if delete_mailbox:
-            mailbox_commands.remove_mailbox(hub, path)
+            mailbox_commands.remove_mailbox(hub, path, respond, now_ms)
+        else:
+            respond(now_ms)
+
+    def respond(now_ms: int) -> None:
         if request.is_ask:
             payload = {"actorAddress": gone.address, "unregisteredAt": now_ms, "reason": "requested"}
             hub.send_reply(session, request, "hub:unregistered", payload, now_ms)

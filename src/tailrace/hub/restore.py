@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.logging_setup import log_fields
 from tailrace.hub import requests
 from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
 from tailrace.hub.dead_letters import DEAD_LETTERS_STREAM as LETTERS
@@ -25,6 +27,8 @@ from tailrace.hub.topics import SubscriptionRecord
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
 
+logger = logging.getLogger("tailrace.hub")
+
 # Streams of messages that a client may repeat.
 MESSAGE_STREAMS: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM)
 
@@ -39,12 +43,13 @@ class CursorEvent(msgspec.Struct):
     value: CursorRecord | None = None
 
 
-class DeadLetterPosition(msgspec.Struct):
+class DeadLetterPosition(msgspec.Struct, rename="camel"):
     """The position of a dead letter's message."""
 
     stream: str | None = None
     offset: str | None = None
     cursor: str | None = None
+    accepted_at: int | None = None
 
 
 _subscription_decoder: Final = msgspec.json.Decoder(SubscriptionEvent)
@@ -77,25 +82,37 @@ class HubRestore:
         self._positions[message.key] = message.value
 
     def letter(self, body: bytes) -> None:
-        """Acknowledges a dead-lettered message whose cursor may not have been written. After `finish`."""
+        """Acknowledges a dead-lettered message whose cursor may not have been written. After `finish`.
+
+        The cursor is written soon: later letters may displace this one from those replayed at start-up.
+        """
         letter = _dead_letter_decoder.decode(body)
         if letter.cursor is None or letter.stream is None or letter.offset is None:
             return
-        stream, cursors = letter.stream, self._hub.mailboxes.cursors
+        hub, stream = self._hub, letter.stream
         path = letter.cursor.partition(" ")[0][2:-1]
         try:
-            entry = self._hub.streams.resolve(stream, letter.offset)
+            entry = hub.streams.resolve(stream, letter.offset)
         except TailraceError:
             return  # deleted or trimmed
+        if (letter.accepted_at or 0) < hub.streams.created_ms(stream):
+            return  # of a deleted stream that had the same name
+        cursor = self._cursor_of_letter(path, stream)
+        if cursor is not None and not cursor.has_passed(entry):
+            cursor.acknowledge((entry,))
+            hub.mailboxes.cursors.mark_dirty(path, stream)
+
+    def _cursor_of_letter(self, path: str, stream: str) -> Cursor | None:
+        """A cursor that was never written starts at the beginning of a mailbox, or of a new topic."""
+        hub, cursors = self._hub, self._hub.mailboxes.cursors
         cursor = cursors.get(path, stream)
-        if cursor is None:
-            if not stream.startswith(MAILBOX_PREFIX):
-                return  # its subscription decides where it starts
-            cursor = Cursor(maybe_delivered_upto=self._hub.streams.tail(stream) or 0)
+        if cursor is None and (
+            stream.startswith(MAILBOX_PREFIX)
+            or any(stream == subscribed for subscribed, _, _ in hub.topics.durable_of(path))
+        ):
+            cursor = Cursor(maybe_delivered_upto=hub.streams.tail(stream) or 0)
             cursors.set(path, stream, cursor, restored=True)
-        if entry > cursor.committed:
-            cursor.acknowledged.add(entry)
-            cursor.advance()
+        return cursor
 
     def broadcast(self, entry: int, body: bytes) -> None:
         """A recent broadcast: the process may have crashed before it wrote the cursors of all recipients,
@@ -107,6 +124,7 @@ class HubRestore:
             if path in hub.registry.by_path and cursors.get(path, BROADCAST_STREAM) is None:
                 cursor = Cursor(entry - 1, entry - 1, maybe_delivered_upto=tail)
                 cursors.set(path, BROADCAST_STREAM, cursor, restored=True)
+                cursors.mark_dirty(path, BROADCAST_STREAM)
 
     def message(self, stream: str, entry: int, time_ns: int, body: bytes) -> None:
         """A recently accepted message, so that a repeat is detected. After `finish`."""
@@ -173,7 +191,10 @@ class HubRestore:
             hub.registry.put(registration)
         for key, record in self._positions.items():
             owner, _, stream = key.partition(" ")
-            if record is None or hub.streams.tail(stream) is None:
+            if record is None:
+                continue
+            if hub.streams.tail(stream) is None:
+                hub.mailboxes.cursors.write_deleted(owner[2:-1], stream)  # killed between both deletions
                 continue
             committed = self._entry(stream, record.committed)
             delivered = max(committed, self._entry(stream, record.delivered))
@@ -226,7 +247,14 @@ async def _replay_last(streams: LogStreams, name: str, apply: Callable[[int, byt
     after, since = stream.earliest, stream.last_ns - UNFLUSHED_NS
     while after < stream.visible:
         found = await streams.read(stream, after, PAGE_ENTRIES, PAGE_BYTES, since or None)
-        if found.error is not None or not found.entries:
+        if found.error is not None:
+            # Segments in the object store are old enough: their cursors have been written.
+            logger.warning(
+                "cannot read the last entries of a hub stream at start-up",
+                extra=log_fields(stream=name, error=str(found.error)),
+            )
+            break
+        if not found.entries:
             break
         for number, _, body in found.entries:
             apply(number, body)

@@ -92,6 +92,10 @@ class LogStreams:
         found = self.find(stream)
         return 0 if found is None else found.earliest
 
+    def created_ms(self, stream: str) -> int:
+        found = self.find(stream)
+        return 0 if found is None else found.created_ns // 1_000_000
+
     def size_bytes(self, stream: str) -> int:
         found = self.find(stream)
         return 0 if found is None else found.size_bytes

@@ -16,7 +16,7 @@ from tailrace.common.limits import Limits
 from tailrace.hub import requests
 from tailrace.hub.addresses import AddressPattern
 from tailrace.hub.broadcast import BroadcastBatching
-from tailrace.hub.dead_letters import DeadLetters, RejectedMessages
+from tailrace.hub.dead_letters import DeadLetters, EntryDeadLetters
 from tailrace.hub.deduplication import SeenMemory, SeenMessages
 from tailrace.hub.effects import Append, AppendOutcome, Close, Effect, Send
 from tailrace.hub.envelope import HUB_ADDRESS, new_id
@@ -50,6 +50,7 @@ class HubStreams(Protocol):
         ...
 
     def earliest(self, stream: str) -> int: ...
+    def created_ms(self, stream: str) -> int: ...
     def size_bytes(self, stream: str) -> int: ...
     def offset(self, stream: str, entry: int) -> str: ...
     def resolve(self, stream: str, offset: str) -> int:
@@ -115,7 +116,7 @@ class Hub:
         self.dead_letters = DeadLetters(self)
         self.pending = PendingRequests(self)
         self.mailboxes = Mailboxes(self)
-        self.rejected = RejectedMessages(self)
+        self.entry_dead_letters = EntryDeadLetters(self)
         self.topics = Topics(self)
         self.sweep = HubSweep(self)
 

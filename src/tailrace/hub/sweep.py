@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tailrace.hub import requests
 from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX
+from tailrace.hub.dead_letters import after_all
 from tailrace.hub.delivery_queues import BROADCAST_STREAM, Cursor
 from tailrace.hub.effects import DeleteStream, ListStreams, Read, ReadResult, StreamSummary
 from tailrace.hub.envelope import parse_envelope
@@ -17,6 +18,7 @@ from tailrace.hub.mailboxes import PAGE_BYTES, PAGE_ENTRIES, STORED_BYTES_MAX
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tailrace.common.errors import TailraceError
     from tailrace.hub.state import Hub
 
 PREFIXES: Final = (MAILBOX_PREFIX, TOPIC_PREFIX, BROADCAST_STREAM.rpartition("/")[0] + "/")
@@ -116,19 +118,27 @@ class HubSweep:
             mailboxes.release(queue)
             return  # its owner is back
         waits_ms = self._hub.limits.hub_mailbox_ms
-        old: set[int] = set()
-        for number, time_ns, body in found.entries:
-            if now_ms - time_ns // 1_000_000 < waits_ms:
-                self._remember(stream, number - 1, time_ns // 1_000_000 + waits_ms)
-                break
-            copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
-            mailboxes.dead_letter(queue, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms)
-            old.add(number)
+        old = [entry for entry in found.entries if now_ms - entry[1] // 1_000_000 >= waits_ms]
+        if len(old) < len(found.entries):
+            number, time_ns, _ = found.entries[len(old)]
+            self._remember(stream, number - 1, time_ns // 1_000_000 + waits_ms)
         if old:
-            mailboxes.mark_done(queue, feed, old)
+            last = old[-1][0]
+
+            def written(error: TailraceError | None, now_ms: int) -> None:
+                if error is None:
+                    feed.cursor.commit_upto(last)
+                    mailboxes.cursors.mark_dirty(path, stream)
+                    if len(old) == len(found.entries) and last < (streams.tail(stream) or 0):
+                        self._expire(path, stream, feed.cursor.committed, now_ms)
+
+            one_done = after_all(len(old), written)
+            for number, time_ns, body in old:
+                copy = requests.outgoing_from_envelope(parse_envelope(body, STORED_BYTES_MAX))
+                self._hub.entry_dead_letters.write(
+                    queue, feed, number, copy, "mailbox_expired", 0, time_ns, now_ms, then=one_done
+                )
         mailboxes.release(queue)
-        if old and len(old) == len(found.entries) and max(old) < (streams.tail(stream) or 0):
-            self._expire(path, stream, max(old), now_ms)
 
     def _remember(self, stream: str, committed: int, due_ms: int) -> None:
         if len(self._due) >= REMEMBERED_MAX:

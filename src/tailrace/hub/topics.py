@@ -403,6 +403,12 @@ class Topics:
         hub = self._hub
         self._durable.get(found.owner, {}).pop(found.key, None)
         self.durable.remove(found.filter, found)
+        # Before its cursors: a subscription without a cursor would start at the beginning after a crash.
+        hub.append(
+            Append(
+                SUBSCRIPTIONS_STREAM, encode_subscription_event(found, ended=True), key=found.owner.encode()
+            )
+        )
         others = {stream for stream, _, _ in self.durable_of(found.owner)}
         queue = hub.mailboxes.queues.get(found.owner)
         for topic in [topic for topic in self.stored_topics if found.filter.matches(topic)]:
@@ -411,11 +417,6 @@ class Topics:
                 hub.mailboxes.cursors.delete(found.owner, stream)
                 if queue is not None:
                     queue.feeds.pop(stream, None)
-        hub.append(
-            Append(
-                SUBSCRIPTIONS_STREAM, encode_subscription_event(found, ended=True), key=found.owner.encode()
-            )
-        )
 
     def drop(self, found: TopicSubscription) -> None:
         """Detaches a subscription from its session."""
