@@ -49,6 +49,8 @@ SMALL = {
     "TAILRACE_WATCH_STALL_MS": "5000",
     "TAILRACE_TAIL_MEMORY_MAX_BYTES": "200000",
     "TAILRACE_JOURNAL_FILE_BYTES": "100000",
+    # Memory for a few large documents only: writes wait for checkpoints, on a busy machine for long.
+    "TAILRACE_APPEND_WAIT_MS": "30s",
     **QUICK,
 }
 # What happens in a step, and how often of a thousand times.

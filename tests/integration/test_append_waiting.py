@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from conftest import StartServer
 from support.calls import eventually
+from support.full_log import BYTES, KIB, PATIENT, SMALL, fill, metric, no_checkpoints, start_checkpoints
 from support.server import ServerProcess
 from support.wire import Answer, Wire, fresh
 
-BYTES = "application/octet-stream"
-KIB = 1024
-# Memory for 8 MiB of entries at most, so that checkpoints are behind at once.
-SMALL = ("--tail-memory-max-bytes", "4MiB", "--pipeline", "off")
-PATIENT = {"TAILRACE_APPEND_WAIT_MS": "30s"}
-
-
 Wires = Callable[[ServerProcess], Wire]
-
-
-def metric(http: Wire, name: str) -> float:
-    lines = http.get("/metrics").body.decode().splitlines()
-    return next(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"tailrace_{name} "))
 
 
 @pytest.fixture
@@ -43,32 +28,6 @@ def wires() -> Iterator[Wires]:
     yield make
     for wire in made:
         wire.close()
-
-
-@contextmanager
-def no_checkpoints(server: ServerProcess) -> Iterator[None]:
-    """The process that makes them is stopped meanwhile."""
-
-    def checkpointers() -> list[int]:
-        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        return [
-            int(child)
-            for child in children
-            if b"tailrace.storage.checkpointer" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
-
-    [pid] = eventually(checkpointers, bool)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def fill(http: Wire, name: str) -> None:
-    """Until there is room for no more."""
-    while metric(http, "tail_memory_bytes") <= 8 * KIB * KIB:
-        assert http.post(name, BYTES, bytes(512 * KIB)).status == 204
 
 
 def post_alone(server: ServerProcess, name: str, body: str) -> Answer:
@@ -102,9 +61,8 @@ def test_appends_that_wait_are_served_in_the_order_they_came(start_server: Start
     server = start_server(*SMALL, env=PATIENT)
     http = wires(server)
     filled, name = fresh(), fresh()
-    assert http.put(filled, BYTES).status == http.put(name, "text/plain").status == 201
-    http.post(filled, BYTES, bytes(5 * KIB * KIB))  # the first checkpoint starts the process
-    http.post(filled, BYTES, bytes(5 * KIB * KIB))
+    assert http.put(name, "text/plain").status == 201
+    start_checkpoints(http, filled)
     with ThreadPoolExecutor(8) as threads, no_checkpoints(server):
         fill(http, filled)
         waiting: list[Future[Answer]] = []
@@ -126,9 +84,7 @@ def test_an_append_that_waited_too_long_is_refused_and_nothing_else_is(
     server = start_server(*SMALL, env={"TAILRACE_APPEND_WAIT_MS": "300ms"})
     http = wires(server)
     filled = fresh()
-    assert http.put(filled, BYTES).status == 201
-    http.post(filled, BYTES, bytes(5 * KIB * KIB))
-    http.post(filled, BYTES, bytes(5 * KIB * KIB))
+    start_checkpoints(http, filled)
     with no_checkpoints(server):
         fill(http, filled)
         begun = time.monotonic()

@@ -6,8 +6,11 @@ import json
 import socket
 
 from conftest import StartServer
+from support.calls import eventually
+from support.edge import metrics
 from support.hub_client import HUB, WAIT_S, Actor, Frame, now_ms
 from support.ws_wire import frame
+from tailrace.client.hub import Hub
 from tailrace.protocol import websocket_frames as ws
 
 HELLO = (
@@ -79,3 +82,24 @@ def test_what_comes_after_the_goodbye_to_a_silent_session_waits_for_it(start_ser
     assert back.take()["type"] == "late"
     back.close()
     sender.close()
+
+
+def test_a_client_that_connects_too_late_tries_again(start_server: StartServer) -> None:
+    server = start_server(env={"TAILRACE_HUB_CONNECT_MS": "1000"})
+    asked: list[float] = []
+
+    def token() -> str:
+        """Takes longer than the server waits, the first time: the socket is open already."""
+        asked.append(now_ms())
+        if len(asked) == 1:
+            name = 'tailrace_hub_ws_closes_total{code="1008"}'
+            eventually(lambda: metrics(server).get(name, 0), lambda closes: closes == 1)
+        return "any"
+
+    hub = Hub(server.base_url, address="@(t/late)", token=token)
+    try:
+        hub.connect()
+        hub.register()
+        assert len(asked) == 2
+    finally:
+        hub.close()

@@ -146,7 +146,7 @@ ERROR_CATALOGUE: Final[dict[str, dict[str, ErrorKind]]] = {
         ),
         "overloaded": ErrorKind(
             429,
-            "A queue or a limit is full, or an append waited longer than `append_wait_ms`.",
+            "A queue or a limit is full, or a write waited longer than `append_wait_ms`.",
             "Retry after `Retry-After`; nothing was changed.",
             1,
         ),

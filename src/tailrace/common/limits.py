@@ -94,8 +94,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     append_wait_ms: Annotated[
         MillisOrNone,
         Meta(
-            description="Time an append waits for space in the queue before it fails with 429; 0 does not "
-            "wait."
+            description="Time an append or another write waits for room in the log before it fails with "
+            "429; 0 does not wait."
         ),
     ] = 2000
     header_ms: Annotated[Millis, Meta(description="Time a client has to send the request headers.")] = 10_000

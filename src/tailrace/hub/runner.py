@@ -36,6 +36,7 @@ from tailrace.hub.effects import (
 from tailrace.hub.session import Session
 from tailrace.hub.state import Hub
 from tailrace.log import records
+from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.decide import AppendRequest, CreateRequest, offset_gone, resolve_position
 from tailrace.log.history import MissingBlock
 from tailrace.log.listing import list_streams
@@ -347,17 +348,25 @@ class EffectRunner:
         if failpoints.ARMED:
             _reach_failpoint("before", effect.stream)
         try:
-            stream = self._streams.get_or_create(effect.stream)
-            if effect.producer is None and stream.lifetime is NO_LIFETIME and not stream.closed:
-                # The hub's streams are JSON, and have no documents: there is nothing to decide.
-                self._log.append_plain(stream, effect.body, effect.lengths, self._settled, effect, effect.key)
-                return
-            request = AppendRequest(
-                effect.body, JSON_TYPE, effect.lengths, key=effect.key, producer=effect.producer
+            self._submit(effect)
+        except LogBackpressureError:
+            self._log.room_queue.call(
+                partial(self._submit, effect),
+                lambda error: self._complete_append(effect, AppendOutcome(error=error)),
             )
-            self._log.append(stream, request, self._settled, effect)
         except TailraceError as error:
             self._complete_append(effect, AppendOutcome(error=error))
+
+    def _submit(self, effect: Append) -> None:
+        stream = self._streams.get_or_create(effect.stream)
+        if effect.producer is None and stream.lifetime is NO_LIFETIME and not stream.closed:
+            # The hub's streams are JSON, and have no documents: there is nothing to decide.
+            self._log.append_plain(stream, effect.body, effect.lengths, self._settled, effect, effect.key)
+            return
+        request = AppendRequest(
+            effect.body, JSON_TYPE, effect.lengths, key=effect.key, producer=effect.producer
+        )
+        self._log.append(stream, request, self._settled, effect)
 
     def _settled(self, transaction: Transaction, error: TailraceError | None) -> None:
         effect = transaction.context
@@ -396,23 +405,27 @@ class EffectRunner:
         self.run(decide.collect_effects(self.hub, self.now_ms()))
 
     def _create(self, effect: CreateStream) -> None:
-        try:
-            self._streams.get_or_create(effect.stream)
-        except TailraceError as error:
+        def refuse(error: TailraceError) -> None:
             logger.warning(
                 "cannot create hub stream", extra=log_fields(stream=effect.stream, error=str(error))
             )
 
+        self._log.room_queue.call(partial(self._streams.get_or_create, effect.stream), refuse)
+
     def _remove(self, effect: DeleteStream) -> None:
-        stream = self._log.find(effect.stream)
-        if stream is None or stream.gone:
-            return
-        try:
-            self._log.remove(stream, "deleted", ignore_reply, None)
-        except TailraceError as error:
+        def remove() -> None:
+            if self._log.must_queue:  # an append that waits would create the stream again
+                raise LogBackpressureError("other changes are waiting for room", 0)
+            stream = self._log.find(effect.stream)
+            if stream is not None and not stream.gone:
+                self._log.remove(stream, "deleted", ignore_reply, None)
+
+        def refuse(error: TailraceError) -> None:
             logger.warning(
                 "cannot delete hub stream", extra=log_fields(stream=effect.stream, error=str(error))
             )
+
+        self._log.room_queue.call(remove, refuse)
 
     def _read(self, effect: Read) -> None:
         stream = self._streams.find(effect.stream)

@@ -12,7 +12,7 @@ import msgspec
 from tailrace.auth import ANONYMOUS, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.hub import registration
-from tailrace.hub.errors import HubError, field_error
+from tailrace.hub.errors import NOT_APPLIED, HubError, field_error
 from tailrace.hub.flow_control import in_token_grace
 from tailrace.hub.policy import principal_from_identity, read_claims
 from tailrace.hub.requests import HubRequest
@@ -392,9 +392,10 @@ def tick_session(hub: Hub, session: Session, now_ms: int) -> None:
     """Once a second for every session."""
     if session.state == CONNECTING:
         if now_ms - session.opened_ms >= hub.limits.hub_connect_ms:
-            details = {"action": "connect", "reason": "not_connected"}
+            # Not `unauthorized`, which is final for clients: a client on a busy machine may just be late.
+            details = {"action": "connect", "reason": "not_connected", "outcome": NOT_APPLIED}
             hub.send_error(
-                session, HubError("unauthorized", "no hub:connect before the deadline", details), now_ms
+                session, HubError("timeout", "no hub:connect before the deadline", details), now_ms
             )
             hub.close(session, 1008, "not_connected")
         return

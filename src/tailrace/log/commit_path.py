@@ -207,8 +207,9 @@ UNBOUNDED = 2**62
 class LogBackpressureError(TailraceError):
     """The log has no room for a change until queued changes are durable or checkpointed."""
 
-    def __init__(self, message: str, stream: Stream | None = None) -> None:
+    def __init__(self, message: str, size: int, stream: Stream | None = None) -> None:
         super().__init__("overloaded", message)
+        self.size = size  # of the change
         self.stream = stream  # set if the queue of this stream is full
 
 
@@ -250,7 +251,9 @@ class CommitPath:
         self.pressure: TailraceError | None = None  # why large changes are refused
         self._shortages: dict[str, TailraceError] = {}
         self.room_bytes = UNBOUNDED  # for entries in the queue or in memory that are not in the hot store yet
-        self.on_room: Callable[[], None] | None = None  # there may be room again for refused changes
+        # Called when there may be room again for waiting changes; None if there are none.
+        self.on_room: Callable[[], None] | None = None
+        self.admitting = False  # a waiting change is being made
         self.on_backpressure: Callable[[], None] | None = None  # `room_bytes` is used up
         self.on_file_retired: Callable[[int, int], None] | None = None
         self.on_failure: Callable[[OSError], None] | None = None
@@ -284,6 +287,8 @@ class CommitPath:
             raise self.refusal or self.shortage or AssertionError
         if self.pressure is not None and size > LARGE_CHANGE_BYTES:
             raise self.pressure
+        if self.on_room is not None and not self.admitting:
+            raise LogBackpressureError("other changes are waiting for room", size)
         limits = self.limits
         queued_bytes, memory_bytes = self.committer.queued_bytes, self.streams.memory_bytes
         if memory_bytes + queued_bytes + size > self.room_bytes:
@@ -299,13 +304,18 @@ class CommitPath:
         """The error for a change of this size, or None if there is room for it."""
         limits = self.limits
         if self.committer.queued_bytes + size > limits.append_queue_max_bytes:
-            return LogBackpressureError("the server's append queue is full")
+            return LogBackpressureError("the server's append queue is full", size)
         if stream is not None and stream.queued_bytes + size > limits.append_queue_stream_bytes:
-            return LogBackpressureError("the stream's append queue is full", stream)
+            return LogBackpressureError("the stream's append queue is full", size, stream)
         if self.streams.memory_bytes > 2 * limits.tail_memory_max_bytes:
             self._make_room()
-            return LogBackpressureError("memory for new entries is full until the next checkpoint")
+            return LogBackpressureError("memory for new entries is full until the next checkpoint", size)
         return None
+
+    @property
+    def must_queue(self) -> bool:
+        """Whether a new change has to queue behind others."""
+        return self.on_room is not None and not self.admitting
 
     def has_room(self, stream: Stream | None, size: int) -> bool:
         """Whether a change refused with `LogBackpressureError` should be retried now."""

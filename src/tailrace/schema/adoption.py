@@ -210,7 +210,10 @@ class Adoptions:
     async def adopt(
         self, stream: Stream, check: EntryCheck, response: AdoptionResponse, decide: Callable[[], None]
     ) -> None:
-        """Check all entries, then call `decide` in the same step. Raises if an entry is invalid."""
+        """Check all entries, then call `decide` in the same step. Raises if an entry is invalid.
+
+        If the log has no room `decide` is called again later; entries appended meanwhile are checked too.
+        """
         if stream.number in self._candidates:
             raise TailraceError("conflict", "entries of this stream are being checked already")
         if len(self._candidates) >= CONCURRENT_CHECKS_MAX:
@@ -230,8 +233,12 @@ class Adoptions:
             async with asyncio.timeout(limit_ms / 1000):
                 await await_commit(lambda reply: self._log.settled(stream, reply))
                 await self._read(candidate, response)
-            candidate.verify()
-            decide()
+
+            def install() -> None:
+                candidate.verify()
+                decide()
+
+            await self._log.room_queue.submit(install)
         except TimeoutError:
             raise _adoption_timeout(limit_ms, streamed=response.streamed) from None
         finally:

@@ -101,7 +101,8 @@ class SchemaRoutes:
                 decide = partial(self._decide, response, name, before, registry, update, adopted=True)
                 await self._adoptions.adopt(stream, check, response, decide)
             else:
-                self._decide(response, name, before, registry, update, adopted=False)
+                decide = partial(self._decide, response, name, before, registry, update, adopted=False)
+                await self._log.room_queue.submit(decide)
         except TimeoutError:
             response.fail(TailraceError("request_timeout", "request timed out"))
         except TailraceError as error:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
@@ -20,6 +21,7 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
 from tailrace.hub.service import HubService
+from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.model import Stream
 from tailrace.protocol import http_headers, stream_names
 from tailrace.routing import responses
@@ -44,7 +46,7 @@ from tailrace.server.read_routes import ReadRoutes
 from tailrace.server.server_details import SEAL_PATH, ServerRoutes
 from tailrace.server.server_details import SERVER_DETAILS_PATHS as SERVER_PATHS
 from tailrace.server.stream_details import DetailsRoutes
-from tailrace.server.stream_routes import StreamRoutes, WaitingAppends, read_only_error
+from tailrace.server.stream_routes import StreamRoutes, queue_request, read_only_error
 from tailrace.server.touch_routes import TouchRoutes
 from tailrace.watch.service import WatchService
 
@@ -79,8 +81,7 @@ class TailraceApp:
         self.reads = ReadRoutes(context, self.live)
         self.filtered = self.reads.filtered
         self.guard = AppendValidator(self.live.contracts, context.clock, context.limits)
-        self.waiting_appends = WaitingAppends(context.log, context.loop)
-        self._streams = StreamRoutes(context, self.guard, self.waiting_appends)
+        self._streams = StreamRoutes(context, self.guard)
         self.adoptions = Adoptions(context, self.guard.candidates)
         self.schema = SchemaRoutes(
             context, check_rollup_includes, self.live.discard_encoded_step, self.adoptions
@@ -210,12 +211,18 @@ class TailraceApp:
         if self._verifier is None:
             return self._internal_identity(exchange)
         begun = time.monotonic() if self._timing else 0.0
-        identity = self._verifier.verify(exchange.headers.get(b"authorization"))
+        identity = self._identify_again(exchange)
         if self.rates.any:
             self.rates.consume(identity, exchange)
         if self._timing:
             add_phase(exchange, "auth", time.monotonic() - begun)
         return identity
+
+    def _identify_again(self, exchange: Exchange) -> Identity:
+        """`identify` for a request that waited for room: it counts once for the rate of its client."""
+        if self._verifier is None:
+            return self._internal_identity(exchange)
+        return self._verifier.verify(exchange.headers.get(b"authorization"))
 
     def _internal_identity(self, exchange: Exchange) -> Identity:
         """Without authentication: clients are anonymous, jobs of the server have tokens with more rights."""
@@ -251,7 +258,11 @@ class TailraceApp:
         if decoded is None or not stream_names.is_valid_name(decoded, self._context.limits.name_bytes):
             raise TailraceError("not_found", "invalid stream name")
         if stream_names.is_sub_resource_name(decoded):
-            self._sub_resource(exchange, identity, method, decoded)
+            try:
+                self._sub_resource(exchange, identity, method, decoded)
+            except LogBackpressureError as shortage:
+                handle = partial(self._sub_resource, identity=identity, method=method, path=decoded)
+                queue_request(self._context.log, exchange, handle, shortage)
             return
         if len(exchange.path) <= PATH_BYTES_CACHED and not stream_names.is_system_name(decoded):
             if len(self._names) >= NAMES_CACHED:
@@ -303,36 +314,47 @@ class TailraceApp:
 
     def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
         self._check_body(exchange)
+        try:
+            self._serve_server_route(exchange, method, path, self.identify)
+        except LogBackpressureError as shortage:
+            handle = partial(
+                self._serve_server_route, method=method, path=path, identify=self._identify_again
+            )
+            queue_request(self._context.log, exchange, handle, shortage)
+
+    def _serve_server_route(
+        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
+    ) -> None:
         if path == b"/v1/streams":
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
-            self._listing.list(exchange, self.identify(exchange))
+            self._listing.list(exchange, identify(exchange))
         elif self.health.handles(path):
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.health.respond(exchange, path, self.identify)
+            self.health.respond(exchange, path, identify)
         elif path == description.OPENAPI_PATH:
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
             description.serve_openapi(exchange)
         elif self.identities.handles(path):
-            self.identities.serve(exchange, method, path, self.identify)
+            self.identities.serve(exchange, method, path, identify)
         elif path in SERVER_PATHS and self.server is not None:
             if method not in (b"GET", b"HEAD"):
                 raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.server.respond(exchange, self.identify(exchange), path)
+            self.server.respond(exchange, identify(exchange), path)
         elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
-            self.pipeline.respond(exchange, self.identify(exchange), method, path)
+            self.pipeline.respond(exchange, identify(exchange), method, path)
         elif path == TRACES_PATH:
-            self.otlp.traces(exchange, self.identify(exchange), method)
+            self.otlp.traces(exchange, identify(exchange), method)
         elif self.watch is not None and self.watch.handles(path):
-            self.watch.serve(exchange, method, path, self.identify)
+            self.watch.serve(exchange, method, path, identify)
         elif self.hub is not None and self.hub.handles(exchange, path):
-            self.hub.serve(exchange, method, path, self.identify)
+            self.hub.serve(exchange, method, path, identify)
         elif path == SEAL_PATH and self.seal is not None:
             if method != b"POST":
                 raise method_not_allowed("POST, OPTIONS")
-            self.seal(exchange, self.identify(exchange))
+            self.seal(exchange, identify(exchange))
         else:
             raise TailraceError("not_found", "path not found")
 

@@ -387,17 +387,18 @@ class MetricsWriter:
         """Count an error instead of raising it; the next flush retries."""
         try:
             write()
-        except Exception as error:
-            self.failures += 1
-            if self.failures == 1:
-                known = isinstance(error, TailraceError)
-                logger.warning(
-                    "cannot write metrics stream, retrying",
-                    extra=log_fields(error=str(error)),
-                    exc_info=None if known else error,
-                )
-        else:
-            self.failures = 0
+        except Exception as error:  # noqa: BLE001 - logged
+            self._count_failure(error)
+
+    def _count_failure(self, error: Exception) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            known = isinstance(error, TailraceError)
+            logger.warning(
+                "cannot write metrics stream, retrying",
+                extra=log_fields(error=str(error)),
+                exc_info=None if known else error,
+            )
 
     def _flush(self) -> None:
         traffic, served = self._log.publisher.traffic, self._log.reader.served
@@ -410,7 +411,11 @@ class MetricsWriter:
             return
         entries = [orjson.dumps(record) for record in records]
         request = AppendRequest(b",".join(entries), JSON_CONTENT_TYPE, [len(entry) for entry in entries])
+        self._log.room_queue.call(partial(self._append, request), self._count_failure)
+
+    def _append(self, request: AppendRequest) -> None:
         self._log.append(self.stream(), request, ignore_reply, None)
+        self.failures = 0
 
     def stream(self) -> Stream:
         """The stream; created with its schema and profile if it does not exist."""

@@ -4,16 +4,14 @@ Most appends repeat the head of an earlier request on the same connection and ha
 these `FastAppendHandler` computes what depends on the head only once, and checks the state of the stream each
 time.
 
-An append that the log has no room for waits in `WaitingAppends`, in order, for at most `append_wait_ms`.
-Rejecting it would make clients send the body again, in any order. The body is held as received, and split and
-checked when there is room for it.
+A request that the log has no room for waits in the log's `RoomQueue`. Its body is held as received, and split
+and checked when there is room for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -28,6 +26,7 @@ from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
+from tailrace.log.room_queue import WaitingChange
 from tailrace.log.transaction import Transaction
 from tailrace.protocol import json_split
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
@@ -40,117 +39,38 @@ from tailrace.schema.registry import fork_registry, read_registry
 from tailrace.schema.routes import TOUCH_DOCUMENT
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
-# How often requests that have waited too long are expired.
-WAIT_CHECK_S = 0.1
-# Bytes admitted in one iteration of the event loop, so that other requests are not delayed.
-SLICE_BYTES = 4 * 1024 * 1024
 
-AppendHandler = Callable[[Exchange], None]
+def queue_request(
+    log: Log, exchange: Exchange, handle: Callable[[Exchange], None], shortage: LogBackpressureError
+) -> None:
+    """Call `handle` when the log has room; raise `shortage` if the request cannot wait."""
 
-
-class WaitingAppends:
-    """One queue for all streams, as all wait for the same journal and the same memory."""
-
-    def __init__(self, log: Log, loop: asyncio.AbstractEventLoop) -> None:
-        self._log = log
-        self._loop = loop
-        self._wait_s = log.limits.append_wait_ms / 1000
-        self._queue: deque[tuple[float, Exchange, AppendHandler, LogBackpressureError]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self._admission_scheduled = False
-        self._admitting = False
-        self.bytes = 0  # of the queued bodies
-        self.waited = 0  # requests queued so far
-
-    @property
-    def count(self) -> int:
-        return len(self._queue)
-
-    @property
-    def must_queue(self) -> bool:
-        """Whether a new request has to queue behind others."""
-        return bool(self._queue) and not self._admitting
-
-    def add(self, exchange: Exchange, handle: AppendHandler, shortage: LogBackpressureError) -> None:
-        """Call `handle` when there is room; raise `shortage` if the request cannot wait."""
-        if not self._wait_s or not exchange.hold_body():
-            raise shortage
-        self.waited += 1
-        self.bytes += len(exchange.body)
-        self._queue.append((self._loop.time() + self._wait_s, exchange, handle, shortage))
-        self._log.on_room = self._schedule_admission
-        if self._timer is None:
-            self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
-        self._schedule_admission()
-
-    def _schedule_admission(self) -> None:
-        if not self._admission_scheduled:
-            self._admission_scheduled = True
-            self._loop.call_soon(self._admit_queued)
-
-    def _admit_queued(self) -> None:
-        """Admit requests from the front of the queue while there is room."""
-        self._admission_scheduled = False
-        left_bytes = SLICE_BYTES
-        while self._queue and left_bytes > 0:
-            deadline, exchange, handle, shortage = self._queue[0]
-            size = len(exchange.body)
-            if not exchange.answered and not self._log.has_room(shortage.stream, size):
-                return
-            self._remove_first()
-            left_bytes -= size
-            again = self._admit(exchange, handle)
-            if again is not None:
-                self._put_back(deadline, exchange, handle, again)
-                return
-        if self._queue:
-            self._schedule_admission()
-
-    def _admit(self, exchange: Exchange, handle: AppendHandler) -> LogBackpressureError | None:
-        """Handle a request; the result says that its stream has no room, which only the handler knows."""
+    def attempt() -> None:
         found: list[LogBackpressureError] = []
 
-        def attempt(exchange: Exchange) -> None:
+        def run(exchange: Exchange) -> None:
             try:
                 handle(exchange)
-            except LogBackpressureError as shortage:
-                found.append(shortage)
+            except LogBackpressureError as again:
+                found.append(again)  # raised here it would become the response
 
-        self._admitting = True
-        try:
-            exchange.run(attempt)
-        finally:
-            self._admitting = False
-        return found[0] if found else None
-
-    def _remove_first(self) -> Exchange:
-        exchange = self._queue.popleft()[1]
-        self.bytes -= len(exchange.body)
+        exchange.run(run)
+        if found:
+            raise found[0]
         exchange.release_body()
-        if not self._queue:
-            self._log.on_room = None
-        return exchange
 
-    def _put_back(
-        self, deadline: float, exchange: Exchange, handle: AppendHandler, shortage: LogBackpressureError
-    ) -> None:
-        if not exchange.hold_body():
-            responses.respond_error(exchange, shortage)
-            return
-        self.bytes += len(exchange.body)
-        self._queue.appendleft((deadline, exchange, handle, shortage))
-        self._log.on_room = self._schedule_admission
+    def refuse(error: TailraceError) -> None:
+        exchange.release_body()
+        responses.respond_error(exchange, error)
 
-    def _expire(self) -> None:
-        """All requests wait equally long, so the first in the queue expires first."""
-        self._timer = None
-        now = self._loop.time()
-        while self._queue and self._queue[0][0] <= now:
-            shortage: TailraceError = self._queue[0][3]
-            responses.respond_error(self._remove_first(), shortage)
-        if self._queue:
-            self._timer = self._loop.call_later(WAIT_CHECK_S, self._expire)
-            self._schedule_admission()
+    if not exchange.hold_body():
+        raise shortage
+    waiting = WaitingChange(len(exchange.body), attempt, refuse, lambda: exchange.answered)
+    try:
+        log.room_queue.add(waiting, shortage)
+    except LogBackpressureError:
+        exchange.release_body()
+        raise
 
 
 class FastAppendHandler:
@@ -164,7 +84,6 @@ class FastAppendHandler:
         "_json_depth",
         "_log",
         "_name",
-        "_waiting",
     )
 
     def __init__(
@@ -173,7 +92,6 @@ class FastAppendHandler:
         name: str,
         content_type: str,
         general: Callable[[Exchange], None],
-        waiting: WaitingAppends,
     ) -> None:
         self._log = log
         self._json_depth = log.limits.json_depth
@@ -182,7 +100,6 @@ class FastAppendHandler:
         self._content_type = content_type
         self._json = is_json(content_type)
         self._general = general
-        self._waiting = waiting
 
     def __call__(self, exchange: Exchange) -> None:
         log = self._log
@@ -195,7 +112,7 @@ class FastAppendHandler:
                 or stream.lifetime is not NO_LIFETIME
                 or stream.content_type != self._content_type
                 or stream.documents is not None
-                or log.on_room is not None  # other appends wait for room
+                or log.on_room is not None  # other changes wait for room
             ):
                 self._general(exchange)
                 return
@@ -211,7 +128,7 @@ class FastAppendHandler:
             else:
                 self._general(exchange)
         except LogBackpressureError as shortage:
-            self._waiting.add(exchange, self._general, shortage)
+            queue_request(log, exchange, self._general, shortage)
 
 
 def _acknowledge_fast_append(transaction: Transaction, error: TailraceError | None) -> None:
@@ -245,9 +162,8 @@ SLOW_PATH_HEADERS = frozenset(
 class StreamRoutes:
     """Creates, appends to, describes and deletes streams."""
 
-    def __init__(self, context: Context, guard: AppendValidator, waiting: WaitingAppends) -> None:
+    def __init__(self, context: Context, guard: AppendValidator) -> None:
         self._context = context
-        self._waiting = waiting
         self._validator = guard
         self._log = context.log
         self._limits = context.limits
@@ -262,13 +178,13 @@ class StreamRoutes:
         try:
             self._append(exchange, identity, name)
         except LogBackpressureError as shortage:
-            self._waiting.add(exchange, lambda again: self._append(again, identity, name), shortage)
+            queue_request(self._log, exchange, lambda again: self._append(again, identity, name), shortage)
 
     def _append(self, exchange: Exchange, identity: Identity, name: str) -> None:
         authorise(identity, Action.WRITE_STREAM, stream=name)
-        if self._waiting.must_queue:
-            raise LogBackpressureError("other appends are waiting for room")
         log = self._log
+        if log.must_queue:  # before the body is split
+            raise LogBackpressureError("other changes are waiting for room", len(exchange.body))
         stream = log.streams.by_name.get(name)
         if stream is None or stream.lifetime is not NO_LIFETIME or stream.gone:
             stream = log.existing(name)
@@ -292,7 +208,7 @@ class StreamRoutes:
         def general(again: Exchange) -> None:
             self._append(again, ANONYMOUS, name)
 
-        return FastAppendHandler(self._log, name, content_type, general, self._waiting)
+        return FastAppendHandler(self._log, name, content_type, general)
 
     def _respond_append_timed(self, transaction: Transaction, error: TailraceError | None) -> None:
         """As `respond_append`, with the commit time in Server-Timing."""
@@ -351,7 +267,9 @@ class StreamRoutes:
         try:
             self._create(exchange, identity, raw_name)
         except LogBackpressureError as shortage:
-            self._waiting.add(exchange, lambda again: self._create(again, identity, raw_name), shortage)
+            queue_request(
+                self._log, exchange, lambda again: self._create(again, identity, raw_name), shortage
+            )
 
     def _create(self, exchange: Exchange, identity: Identity, raw_name: str | None) -> None:
         if raw_name is not None and is_system_name(raw_name) and self._log.find(raw_name) is not None:
@@ -427,7 +345,9 @@ class StreamRoutes:
                     fetched.append(await self._log.reader.fetch_block(needed.missing))
                     needed = None
                     try:
-                        self._log.create(request, self._respond_create, exchange, fetched)
+                        await self._log.room_queue.submit(
+                            partial(self._log.create, request, self._respond_create, exchange, fetched)
+                        )
                     except NotLocalError as more:
                         needed = more
         except TimeoutError:

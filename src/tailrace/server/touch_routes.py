@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 
 import orjson
 
@@ -355,7 +356,7 @@ class TouchRoutes:
     async def _activated(self, exchange: Exchange, feed: TouchFeed, body: object) -> None:
         body, changed = feed.state.activate(body)
         if changed:
-            self._save(feed, exchange, orjson.dumps(body))
+            await self._log.room_queue.submit(partial(self._save, feed, exchange, orjson.dumps(body)))
         else:
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
@@ -395,7 +396,7 @@ class TouchRoutes:
         if declared:
             ttl_ms = parse_ttl(request.body, state.config.templates, "wait")
             if state.declare(declared, ttl_ms)[2]:
-                self._save(feed)
+                await self._log.room_queue.submit(partial(self._save, feed))
         try:
             cursor = state.cursor_of(request, head)
             if cursor < state.journal.floor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -110,20 +111,20 @@ class AuditLog:
         entries, self._waiting = self._waiting[:ENTRIES_MAX], self._waiting[ENTRIES_MAX:]
         if not entries:
             return
-        try:
-            append_to_streams(
-                self._log, [(AUDIT_STREAM, entries)], self._context.clock.now_ns(), self._on_written, None
-            )
-        except TailraceError as error:
-            self._count_dropped(len(entries), error)
-            return
+        self._log.room_queue.call(
+            partial(self._append, entries), lambda error: self._count_dropped(len(entries), error)
+        )
+        if self._waiting:
+            self._timer = self._context.loop.call_later(FLUSH_DELAY_S, self.flush)
+
+    def _append(self, entries: list[bytes]) -> None:
+        now_ns = self._context.clock.now_ns()
+        append_to_streams(self._log, [(AUDIT_STREAM, entries)], now_ns, self._on_written, None)
         stream = self._log.find(AUDIT_STREAM)
         expected = Lifetime(retention_s=-(-self._retention_ms // 1000))
         if stream is not None and stream.lifetime != expected:
             # The retention is a setting, which may have changed since the last start.
             stream.lifetime = expected
-        if self._waiting:
-            self._timer = self._context.loop.call_later(FLUSH_DELAY_S, self.flush)
 
     def _on_written(self, _: Transaction, error: TailraceError | None) -> None:
         if error is not None:

@@ -521,12 +521,15 @@ def raise_generation(
             control = encode_control_entry("generation", registry.generation(collection), reason=reason)
             streams = [name for name in collection.streams() if registry.log.find(name) is not None]
             if streams:
-                append_to_streams(
-                    registry.log,
-                    [(name, [control]) for name in streams],
-                    registry.log.clock.now_ns(),
-                    ignore_reply,
-                    None,
+                parts = [(name, [control]) for name in streams]
+                registry.log.room_queue.call(
+                    lambda: append_to_streams(
+                        registry.log, parts, registry.log.clock.now_ns(), ignore_reply, None
+                    ),
+                    lambda error: logger.warning(
+                        "cannot write generation control",
+                        extra=log_fields(collection=collection.name, error=error.message),
+                    ),
                 )
         callback(error)
 
@@ -548,5 +551,7 @@ async def reset_after_view_loss(registry: CollectionRegistry, collection: Collec
         else:
             done.set_exception(error)
 
-    raise_generation(registry, collection, "view-lost", callback)
+    await registry.log.room_queue.submit(
+        lambda: raise_generation(registry, collection, "view-lost", callback)
+    )
     await done

@@ -256,7 +256,8 @@ class SubscriptionSummaries:
             else:
                 done.set_exception(error)
 
-        append_to_streams(self._log, [(name, entries)], self._context.clock.now_ns(), reply, None)
+        now_ns, parts = self._context.clock.now_ns(), [(name, entries)]
+        await self._log.room_queue.submit(lambda: append_to_streams(self._log, parts, now_ns, reply, None))
         await done
 
 

@@ -439,7 +439,8 @@ class HubSession:
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            # Without its traceback, which would grow with every caller that it is raised to.
+            raise self.failure.with_traceback(None)
         if self.ended.is_set():
             raise wire.connection_lost("the client is closed", sent=False)
 

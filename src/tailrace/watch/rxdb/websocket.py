@@ -331,7 +331,11 @@ class ReplicationSocket(ReplicationTransport):
 
         # The response must precede feed messages about the same documents.
         async with self._send_lock:
-            self.replication.push(self.identity, database, name, rows, self._shape, self, on_pushed)
+            await self.replication.registry.log.room_queue.submit(
+                lambda: self.replication.push(
+                    self.identity, database, name, rows, self._shape, self, on_pushed
+                )
+            )
             conflicts = await settled
             await self._send_pieces(_single_piece(_response_head(call) + orjson.dumps(conflicts) + b"}"))
 

@@ -363,8 +363,6 @@ class SourceIngest:
 
         Raises SupersededError unless this is the newest connector of the source.
         """
-        if decode_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
-            raise SupersededError
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def reply(_: Transaction, error: TailraceError | None) -> None:
@@ -376,7 +374,13 @@ class SourceIngest:
                 settled.set_exception(error)
 
         facts = [(self._fact, progress.encode())]
-        append_to_streams(self._log, parts, now_ns, reply, None, facts)
+
+        def submit() -> None:
+            if decode_progress(self._log.streams.meta.get(self._fact)).epoch > self.progress.epoch:
+                raise SupersededError
+            append_to_streams(self._log, parts, now_ns, reply, None, facts)
+
+        await self._log.room_queue.submit(submit)
         await settled
         self.progress = progress
 

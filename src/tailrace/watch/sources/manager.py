@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -187,14 +188,9 @@ class SourceManager:
                 raise TailraceError(
                     "overloaded", f"a server may have at most {self._limits.watch_sources} sources"
                 )
-            collections = self._plan_collections(database, config)
-            now_ns = self._context.clock.now_ns()
-            entries = [encode_source_entry(config, "insert", now_ns)]
-            fresh = [one for one in collections.values() if not one.durable]
-            entries += [encode_config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
-            settled = self._submit(database, entries, now_ns, [(progress_fact(database, name), None)])
-            for collection in fresh:
-                self._registry.add(collection)  # reserves the name
+            collections, fresh, settled = await self._log.room_queue.submit(
+                partial(self._submit_new, database, config)
+            )
             try:
                 await settled
             except TailraceError:
@@ -210,6 +206,20 @@ class SourceManager:
             self._gateway.audit.event("source.created", None, {"source": name, "kind": config.kind})
             return source, True
 
+    def _submit_new(
+        self, database: str, config: SourceConfig
+    ) -> tuple[dict[str, Collection], list[Collection], asyncio.Future[None]]:
+        """Submit a new source; returns its collections, those of them that are new, and the commit."""
+        collections = self._plan_collections(database, config)
+        now_ns = self._context.clock.now_ns()
+        entries = [encode_source_entry(config, "insert", now_ns)]
+        fresh = [one for one in collections.values() if not one.durable]
+        entries += [encode_config_entry(one.name, one.config, "insert", now_ns) for one in fresh]
+        settled = self._submit(database, entries, now_ns, [(progress_fact(database, config.name), None)])
+        for collection in fresh:
+            self._registry.add(collection)  # reserves the name
+        return collections, fresh, settled
+
     async def _change(self, source: ManagedSource, config: SourceConfig) -> ManagedSource:
         if config.identity() != source.config.identity():
             raise TailraceError(
@@ -219,7 +229,8 @@ class SourceManager:
         if config == source.config:
             return source
         now_ns = self._context.clock.now_ns()
-        await self._submit(source.database, [encode_source_entry(config, "update", now_ns)], now_ns)
+        entry = encode_source_entry(config, "update", now_ns)
+        await self._commit(source.database, [entry], now_ns)
         await source.stop()
         changed = self._build(source.database, config, dict(source.states.collections))
         self._add_past_counters(source)
@@ -237,7 +248,7 @@ class SourceManager:
                 await source.states.mark_stale("the source was removed", rescan=False)
                 now_ns = self._context.clock.now_ns()
                 entry = encode_source_entry(source.config, "delete", now_ns)
-                await self._submit(database, [entry], now_ns, [(progress_fact(database, name), None)])
+                await self._commit(database, [entry], now_ns, [(progress_fact(database, name), None)])
             except TailraceError:
                 self._begin(source)  # not removed
                 raise
@@ -399,6 +410,16 @@ class SourceManager:
                 else:
                     found[name] = read_source_config(database, name, message["value"])
         return found
+
+    async def _commit(
+        self,
+        database: str,
+        entries: list[bytes],
+        now_ns: int,
+        facts: list[tuple[str, bytes | None]] | None = None,
+    ) -> None:
+        submit = partial(self._submit, database, entries, now_ns, facts)
+        await (await self._log.room_queue.submit(submit))
 
     def _submit(
         self,
