@@ -285,9 +285,7 @@ class Follower:
     def _wait(self) -> None:
         if not self._waiting and not self.ended:
             self._waiting = True
-            if self.stream.readers is None:
-                self.stream.readers = []
-            self.stream.readers.append(self)
+            self.stream.add_reader(self)
 
     # -- events ----------------------------------------------------------------------------------------
 
@@ -343,8 +341,7 @@ class Follower:
             return
         self.ended = True
         stream = self.stream
-        if stream.readers is not None:
-            stream.readers = [reader for reader in stream.readers if reader is not self] or None
+        stream.remove_reader(self)
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         self._live.forget(self, stream)
@@ -647,9 +644,7 @@ class LongPoll:
             self._routes.respond_empty(self._exchange, self._request, self._position)
             return
         self._routes.live_opened(stream)
-        if stream.readers is None:
-            stream.readers = []
-        stream.readers.append(self)
+        stream.add_reader(self)
         self._timer = self._routes.call_later(self._request.wait_ms, self._on_timeout)
         self._exchange.on_gone = self._leave
 
@@ -706,12 +701,5 @@ class LongPoll:
         self._timer.cancel()
         self._timer = None
         stream = self._request.stream
-        remove_reader(stream, self)
+        stream.remove_reader(self)
         self._routes.live_ended(stream)
-
-
-def remove_reader(stream: Stream, reader: object) -> None:
-    """Remove a reader from `stream.readers`, which is None when it is empty."""
-    readers = stream.readers
-    if readers is not None:
-        stream.readers = [other for other in readers if other is not reader] or None

@@ -369,8 +369,7 @@ class DetailsWait:
     def begin(self, timer: asyncio.TimerHandle) -> None:
         self._timer = timer
         self._exchange.on_gone = self._leave
-        readers = self._stream.readers
-        self._stream.readers = [self] if readers is None else [*readers, self]
+        self._stream.add_reader(self)
 
     def on_published(self, stream: Stream) -> None:
         if stream.removed or stream.gone:
@@ -392,8 +391,7 @@ class DetailsWait:
             return
         self._timer.cancel()
         self._timer = None
-        readers = self._stream.readers or ()
-        self._stream.readers = [other for other in readers if other is not self] or None
+        self._stream.remove_reader(self)
         self._routes.forget(self, self._stream)
 
 
