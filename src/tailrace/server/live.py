@@ -9,7 +9,7 @@ Nothing is written to a socket with too many unsent bytes: its follower continue
 has drained. A `LongPoll` waits in the same list and sends one response.
 
 The path of a live event: `ReadRoutes._serve` → `LiveReaders.open_sse` → `Follower.start`, then for each
-commit publisher → `Follower.on_published` → `LiveReaders.encode_tail_step` → transport.
+commit publisher → `Follower.on_published` → `SharedEncodings.encode_tail_step` → transport.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class Follower:
         "_rotate_at",
         "_sent_any",
         "_shareable",
+        "_shared",
         "_silent_since",
         "_skipped",
         "_task",
@@ -143,6 +144,7 @@ class Follower:
         rotate_s: float | None,
     ) -> None:
         self._live = live
+        self._shared = live.shared
         self.mode = "ws" if rotate_s is None else "sse"
         self.stream = stream
         self._position = position
@@ -197,7 +199,9 @@ class Follower:
                 live.demoted += 1
                 return True  # `on_drain` continues from here
             encoded = (
-                live.encode_tail_step(self._transport, stream, self._position) if self._shareable else None
+                self._shared.encode_tail_step(self._transport, stream, self._position)
+                if self._shareable
+                else None
             )
             if encoded is not None:
                 self._position = stream.visible
@@ -207,10 +211,10 @@ class Follower:
                 live.demoted += 1
                 return True
             if not self._has_slot:
-                live.schedule_page(self._on_slot)
+                live.pages.schedule(self._on_slot)
                 return True
             self._has_slot = False
-            page = live.read_in_memory(stream, self._position, self._key, live.page_bytes)
+            page = self._shared.page_in_memory(stream, self._position, self._key)
             if page is None:
                 return False
             self._send_page(page)
@@ -228,7 +232,7 @@ class Follower:
         assert transport is not None
         if self._shareable and page.count and page.next_entry < self.stream.visible:
             self._position = page.next_entry
-            self._write(self._live.encode_page(transport, self.stream, after, page), False)
+            self._write(self._shared.encode_page(transport, self.stream, after, page), False)
             return
         self._position = page.next_entry
         at_end = self.stream.visible_closed and self._position >= self.stream.visible
@@ -244,7 +248,7 @@ class Follower:
         offset = stream.offset(self._position)
         cursor = next_cursor(self._cursor, self._live.now_s())
         if self._cursor is not None:
-            self._cursor = cursor if int(cursor) > self._live.interval() else None
+            self._cursor = cursor if int(cursor) > int(self._shared.cursor()) else None
             self._shareable = self._key is None and self._cursor is None
         self._write(
             self._transport.encode(payload, offset, cursor, up_to_date, closed), closed and up_to_date
@@ -265,8 +269,8 @@ class Follower:
             while not self.ended and self._transport is not None:
                 if self._transport.unsent_bytes > self._live.catch_up_unsent_bytes_max:
                     return  # `on_drain` continues from here
-                page = await self._live.page(self.stream, self._position, self._key)
-                await self._live.wait_for_slot()
+                page = await self._shared.read_page(self.stream, self._position, self._key)
+                await self._live.pages.wait()
                 if not self.ended:
                     self._send_page(page)
                     if self._advance():
@@ -292,19 +296,19 @@ class Follower:
     def on_published(self, stream: Stream) -> None:
         if self._task is not None:
             return
-        transport, live = self._transport, self._live
+        transport, live, step = self._transport, self._live, self._shared.tail_step
         assert transport is not None
         if (
-            self._position == live.tail_step_from
-            and stream is live.tail_step_stream
-            and stream.visible == live.tail_step_to
+            self._position == step.after
+            and stream is step.stream
+            and stream.visible == step.through
             and self._shareable
             and not (stream.visible_closed or stream.removed or stream.gone)
         ):
             # Already encoded for another follower at the same position.
-            encoded = live.tail_step.get(transport.form)
+            encoded = step.encoded.get(transport.form)
             if encoded is not None and transport.offer(encoded, live.unsent_bytes_max):
-                self._position = live.tail_step_to
+                self._position = step.through
                 self._silent_since = live.now
                 return
         if not self._advance():
@@ -354,16 +358,184 @@ def event_payload(stream: Stream, page: Page) -> bytes:
     return b"".join(page.parts)
 
 
-TICK_S = 1.0
+class TailStep:
+    """The entries of a stream from `after` to its tail, as one event by transport form."""
+
+    __slots__ = ("after", "encoded", "stream", "through")
+
+    def __init__(self, stream: Stream | None, after: int, through: int) -> None:
+        self.stream = stream
+        self.after = after
+        self.through = through
+        self.encoded: dict[str, bytes] = {}
+
+
+NO_STEP = TailStep(None, -1, -1)
 CATCH_UP_PAGE_BYTES = 256 * 1024
-# Catch-up pages sent in one iteration of the event loop, so that appends and other reads are not delayed.
-PAGES_PER_SLICE = 4
 # Encoded catch-up pages cached until the next tick.
 ENCODED_BYTES_MAX = 16 * 1024 * 1024
 
 
+class SharedEncodings:
+    """Reads and encodes pages once for all followers that are at the same position.
+
+    Two kinds are cached until the next tick: the step to the tail of the stream published last, and pages for
+    followers that catch up. Both contain a cursor, which depends on the time.
+    """
+
+    def __init__(self, context: Context, contracts: StreamSchemaCache) -> None:
+        self._loop = context.loop
+        self._clock = context.clock
+        self._log = context.log
+        self._limits = context.limits
+        self._contracts = contracts
+        self._page_bytes = min(CATCH_UP_PAGE_BYTES, context.limits.read_page_bytes)
+        self.tail_step = NO_STEP
+        # A step known to be more than one page, or not in memory.
+        self._unshared_step: tuple[Stream, int, int] | None = None
+        self._reading: dict[tuple[Stream, int], asyncio.Task[Page]] = {}
+        self._encoded_pages: dict[tuple[Stream, int, int, str], bytes] = {}
+        self._encoded_bytes = 0
+
+    def cursor(self) -> str:
+        """The cursor of clients that sent none, or an older one."""
+        return next_cursor(None, self._clock.now_ns() / 1e9)
+
+    def discard_tail_step(self) -> None:
+        """A schema registry changed: the encoded step was promoted with the old one."""
+        self.tail_step = NO_STEP
+
+    def expire(self) -> None:
+        """Called every second: cursors get out of date."""
+        self.tail_step = NO_STEP
+        self._unshared_step = None
+        self._clear_encoded_pages()
+
+    # -- the step to the tail --------------------------------------------------------------------------
+
+    def encode_tail_step(self, transport: FollowerTransport, stream: Stream, after: int) -> bytes | None:
+        """All entries from `after` to the tail as one event, encoded once per transport form.
+
+        None if they are more than one page, or not in memory.
+        """
+        step, through, closed = self.tail_step, stream.visible, stream.visible_closed
+        is_current = step.stream is stream and step.after == after and step.through == through
+        if is_current and not closed and (found := step.encoded.get(transport.form)) is not None:
+            return found
+        if self._unshared_step == (stream, after, through):
+            return None
+        page = self._read_in_memory(stream, after, None, self._limits.read_page_bytes)
+        if page is None or page.next_entry < through:
+            self._unshared_step = (stream, after, through)
+            return None
+        encoded = transport.encode(
+            event_payload(stream, page), stream.offset(through), self.cursor(), up_to_date=True, closed=closed
+        )
+        if not closed:
+            if not is_current:
+                step = self.tail_step = TailStep(stream, after, through)
+            step.encoded[transport.form] = encoded
+        return encoded
+
+    # -- pages for catching up -------------------------------------------------------------------------
+
+    def page_in_memory(self, stream: Stream, after: int, key: bytes | None) -> Page | None:
+        """The next page, unless it has to be read from the store."""
+        return self._read_in_memory(stream, after, key, self._page_bytes)
+
+    def _read_in_memory(self, stream: Stream, after: int, key: bytes | None, bytes_max: int) -> Page | None:
+        limits = self._limits
+        if stream.visible_documents is None:
+            found = self._log.reader.try_read(stream, after, bytes_max, limits.read_page_entries, key)
+            return found if isinstance(found, Page) else None
+        page_bytes, entries_max, apart = self._contracts.page_limits(stream, after, limits)
+        bytes_max = min(bytes_max, page_bytes)
+        found = self._log.reader.try_read(stream, after, bytes_max, entries_max, key, apart=apart)
+        return self._promoted(stream, after, found) if isinstance(found, Page) else None
+
+    async def read_page(self, stream: Stream, after: int, key: bytes | None) -> Page:
+        """Read a page from the store, once for all followers that need it at the same time."""
+        if key is not None:
+            return await self._read(stream, after, key)
+        reading = self._reading.get((stream, after))
+        if reading is None:
+            reading = self._reading[stream, after] = self._loop.create_task(self._read(stream, after, None))
+            reading.add_done_callback(lambda done: self._on_page_read(stream, after, done))
+        return await asyncio.shield(reading)
+
+    def _on_page_read(self, stream: Stream, after: int, reading: asyncio.Task[Page]) -> None:
+        self._reading.pop((stream, after), None)
+        if not reading.cancelled():
+            reading.exception()  # mark as retrieved: all waiters may have disconnected
+
+    async def _read(self, stream: Stream, after: int, key: bytes | None) -> Page:
+        bytes_max, entries_max, apart = self._contracts.page_limits(stream, after, self._limits)
+        bytes_max = min(bytes_max, self._page_bytes)
+        page = await self._log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart)
+        return self._promoted(stream, after, page)
+
+    def _promoted(self, stream: Stream, after: int, page: Page) -> Page:
+        contract = self._contracts.get(stream.visible_documents)
+        return page if contract is None else contract.promoted(stream, after, page)
+
+    def encode_page(self, transport: FollowerTransport, stream: Stream, after: int, page: Page) -> bytes:
+        """A page that does not reach the tail, encoded once per transport form for all followers."""
+        key = (stream, after, page.next_entry, transport.form)
+        found = self._encoded_pages.get(key)
+        if found is None:
+            payload = event_payload(stream, page) if page.count else None
+            offset = stream.offset(page.next_entry)
+            found = transport.encode(payload, offset, self.cursor(), up_to_date=False, closed=False)
+            if self._encoded_bytes + len(found) > ENCODED_BYTES_MAX:
+                self._clear_encoded_pages()
+            self._encoded_pages[key] = found
+            self._encoded_bytes += len(found)
+        return found
+
+    def _clear_encoded_pages(self) -> None:
+        self._encoded_pages.clear()
+        self._encoded_bytes = 0
+
+
+# Catch-up pages sent in one iteration of the event loop, so that appends and other reads are not delayed.
+PAGES_PER_SLICE = 4
+
+
+class PageScheduler:
+    """Lets followers send catch-up pages in turn, a few per iteration of the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def schedule(self, send: Callable[[], None]) -> None:
+        """Queue a callback that sends one page."""
+        if not self._queue:
+            self._loop.call_soon(self._run_slice)
+        self._queue.append(send)
+
+    async def wait(self) -> None:
+        """Wait in the same queue, for a follower that has read its page already."""
+        ready = asyncio.Event()
+        self.schedule(ready.set)
+        await ready.wait()
+
+    def _run_slice(self) -> None:
+        queue = self._queue
+        for _ in range(min(PAGES_PER_SLICE, len(queue))):
+            try:
+                queue[0]()
+            finally:
+                queue.popleft()
+        if queue:
+            self._loop.call_soon(self._run_slice)
+
+
+TICK_S = 1.0
+
+
 class LiveReaders:
-    """All live connections: admission, shared encodings, one timer for keep-alives and rotation."""
+    """All live connections: admission, one timer for keep-alives and rotation, rechecks, shutdown."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -376,19 +548,8 @@ class LiveReaders:
         self._followers: set[Follower] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.now = self.loop.time()  # advanced by the tick
-        # The entries of the last publish, `(tail_step_from, tail_step_to]`, by transport form.
-        self.tail_step_stream: Stream | None = None
-        self.tail_step_from = -1
-        self.tail_step_to = -1
-        self.tail_step: dict[str, bytes] = {}
-        # A step known to be more than one page, or not in memory.
-        self._uncached_step: tuple[Stream, int, int] | None = None
-        # Catch-up pages: being read, and encoded.
-        self._reading: dict[tuple[Stream, int], asyncio.Task[Page]] = {}
-        self._encoded_pages: dict[tuple[Stream, int, int, str], bytes] = {}
-        self._encoded_bytes = 0
-        self._page_queue: deque[Callable[[], None]] = deque()  # callbacks of followers with a page to send
-        self.page_bytes = min(CATCH_UP_PAGE_BYTES, context.limits.read_page_bytes)
+        self.shared = SharedEncodings(context, self.contracts)
+        self.pages = PageScheduler(context.loop)
         # Above this a transport calls `on_drain` when most of it is sent.
         self.catch_up_unsent_bytes_max = min(WRITE_HIGH_WATER_BYTES, context.limits.live_unsent_bytes)
         self.connections = 0
@@ -489,138 +650,20 @@ class LiveReaders:
 
     def discard_encoded_step(self) -> None:
         """A schema registry changed: the encoded step was promoted with the old one."""
-        self.tail_step_stream = None
+        self.shared.discard_tail_step()
+
+    def now_s(self) -> float:
+        return self._context.clock.now_ns() / 1e9
 
     def _tick(self) -> None:
         self._timer = None
         self.now = now = self.loop.time()
-        self.tail_step_stream = None  # its cursor gets out of date
-        self._uncached_step = None
-        self._clear_encoded_pages()
+        self.shared.expire()
         keep_alive_s = self._limits.sse_keep_alive_ms / 1000
         for follower in tuple(self._followers):
             follower.on_tick(now, keep_alive_s)
         if self._followers:
             self._timer = self.loop.call_later(TICK_S, self._tick)
-
-    # -- reading ---------------------------------------------------------------------------------------
-
-    def now_s(self) -> float:
-        return self._context.clock.now_ns() / 1e9
-
-    def interval(self) -> int:
-        return int(next_cursor(None, self.now_s()))
-
-    def read_in_memory(self, stream: Stream, after: int, key: bytes | None, bytes_max: int) -> Page | None:
-        limits = self._limits
-        if stream.visible_documents is None:
-            found = self._log.reader.try_read(stream, after, bytes_max, limits.read_page_entries, key)
-            return found if isinstance(found, Page) else None
-        page_bytes, entries_max, apart = self.contracts.page_limits(stream, after, limits)
-        bytes_max = min(bytes_max, page_bytes)
-        found = self._log.reader.try_read(stream, after, bytes_max, entries_max, key, apart=apart)
-        return self._promoted(stream, after, found) if isinstance(found, Page) else None
-
-    async def page(self, stream: Stream, after: int, key: bytes | None) -> Page:
-        """Read a page from the store, once for all followers that need it at the same time."""
-        if key is not None:
-            return await self._read(stream, after, key)
-        reading = self._reading.get((stream, after))
-        if reading is None:
-            reading = self._reading[stream, after] = self.loop.create_task(self._read(stream, after, None))
-            reading.add_done_callback(lambda done: self._on_page_read(stream, after, done))
-        return await asyncio.shield(reading)
-
-    def _on_page_read(self, stream: Stream, after: int, reading: asyncio.Task[Page]) -> None:
-        self._reading.pop((stream, after), None)
-        if not reading.cancelled():
-            reading.exception()  # mark as retrieved: all waiters may have disconnected
-
-    async def _read(self, stream: Stream, after: int, key: bytes | None) -> Page:
-        bytes_max, entries_max, apart = self.contracts.page_limits(stream, after, self._limits)
-        bytes_max = min(bytes_max, self.page_bytes)
-        page = await self._log.reader.read(stream, after, bytes_max, entries_max, key, apart=apart)
-        return self._promoted(stream, after, page)
-
-    def schedule_page(self, send: Callable[[], None]) -> None:
-        """Queue a callback that sends one catch-up page; a few are called per iteration of the loop."""
-        if not self._page_queue:
-            self.loop.call_soon(self._send_queued_pages)
-        self._page_queue.append(send)
-
-    async def wait_for_slot(self) -> None:
-        """Wait in the same queue, for a follower that has read its page already."""
-        ready = asyncio.Event()
-        self.schedule_page(ready.set)
-        await ready.wait()
-
-    def _send_queued_pages(self) -> None:
-        queue = self._page_queue
-        for _ in range(min(PAGES_PER_SLICE, len(queue))):
-            try:
-                queue[0]()
-            finally:
-                queue.popleft()
-        if queue:
-            self.loop.call_soon(self._send_queued_pages)
-
-    def encode_page(self, transport: FollowerTransport, stream: Stream, after: int, page: Page) -> bytes:
-        """A page that does not reach the tail, encoded once per transport form for all followers."""
-        key = (stream, after, page.next_entry, transport.form)
-        found = self._encoded_pages.get(key)
-        if found is None:
-            cursor = next_cursor(None, self.now_s())
-            payload = event_payload(stream, page) if page.count else None
-            offset = stream.offset(page.next_entry)
-            found = transport.encode(payload, offset, cursor, up_to_date=False, closed=False)
-            if self._encoded_bytes + len(found) > ENCODED_BYTES_MAX:
-                self._clear_encoded_pages()
-            self._encoded_pages[key] = found
-            self._encoded_bytes += len(found)
-        return found
-
-    def _clear_encoded_pages(self) -> None:
-        self._encoded_pages.clear()
-        self._encoded_bytes = 0
-
-    def _promoted(self, stream: Stream, after: int, page: Page) -> Page:
-        contract = self.contracts.get(stream.visible_documents)
-        return page if contract is None else contract.promoted(stream, after, page)
-
-    def encode_tail_step(self, transport: FollowerTransport, stream: Stream, after: int) -> bytes | None:
-        """All entries from `after` to the tail as one event, encoded once per transport form.
-
-        None if they are more than one page, or not in memory.
-        """
-        if (
-            self.tail_step_stream is stream
-            and self.tail_step_from == after
-            and self.tail_step_to == stream.visible
-        ):
-            found = self.tail_step.get(transport.form)
-            if found is not None and not stream.visible_closed:
-                return found
-        if self._uncached_step == (stream, after, stream.visible):
-            return None
-        page = self.read_in_memory(stream, after, None, self._limits.read_page_bytes)
-        if page is None or page.next_entry < stream.visible:
-            self._uncached_step = (stream, after, stream.visible)
-            return None
-        closed = stream.visible_closed
-        cursor = next_cursor(None, self.now_s())
-        encoded = transport.encode(
-            event_payload(stream, page), stream.offset(stream.visible), cursor, up_to_date=True, closed=closed
-        )
-        if not closed:
-            if (
-                self.tail_step_stream is not stream
-                or self.tail_step_from != after
-                or self.tail_step_to != stream.visible
-            ):
-                self.tail_step_stream, self.tail_step_from, self.tail_step_to = stream, after, stream.visible
-                self.tail_step = {}
-            self.tail_step[transport.form] = encoded
-        return encoded
 
 
 class LongPoll:
