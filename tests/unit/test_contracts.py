@@ -151,9 +151,9 @@ def test_a_follower_is_sent_away_from_an_entry_that_cannot_be_shown(log: LogHarn
 
     def follow(after: int) -> Socket:
         socket = Socket()
-        live.admit("sse", stream)
-        stream.live += 1
-        log.call(lambda: Follower(live, stream, after, "", None, 60.0).start(socket))
+        follower = Follower(live, stream, after, "", None, 60.0)
+        live.add(follower)
+        log.call(lambda: follower.start(socket))
         return socket
 
     assert follow(0).ended_with == 1011

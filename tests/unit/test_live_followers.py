@@ -73,9 +73,8 @@ class Scene:
         self.quick_follower = self.follow(self.quick)
 
     def follow(self, socket: Socket, key: str = "") -> Follower:
-        self.live.admit("sse", self.stream)
         follower = Follower(self.live, self.stream, self.stream.visible, key, None, 60.0)
-        self.stream.live += 1
+        self.live.add(follower)
 
         async def start() -> None:
             follower.start(socket)
@@ -166,9 +165,8 @@ def test_a_follower_that_drains_after_a_deletion_ends(scene: Scene) -> None:
 def test_nothing_that_matches_is_said_at_once(scene: Scene) -> None:
     scene.append(b"a", key=b"other")
     socket = Socket()
-    scene.live.admit("sse", scene.stream)
     follower = Follower(scene.live, scene.stream, 0, "mine", None, 60.0)
-    scene.stream.live += 1
+    scene.live.add(follower)
 
     async def start() -> None:
         follower.start(socket)

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
-from tailrace.auth import ANONYMOUS, Action, Identity, is_allowed, is_hub_stream
+from tailrace.auth import ANONYMOUS, Action, Identity, authorise, invalid_token_error, is_hub_stream
 from tailrace.common.errors import TailraceError
 from tailrace.http import live_transport
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange, ResponseStream, chunk
 from tailrace.http.live_transport import LiveWebSocketHandler
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
+from tailrace.log.history import MissingBlock
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
 from tailrace.protocol import sse
@@ -37,9 +39,6 @@ from tailrace.protocol.websocket_frames import encode_text
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.schema.stream_schema import StreamSchemaCache
-
-if TYPE_CHECKING:
-    from tailrace.server.read_routes import ReadRoutes
 
 
 class FollowerTransport(live_transport.LiveTransport, Protocol):
@@ -104,7 +103,27 @@ class ReadRequest(NamedTuple):
     identity: Identity = ANONYMOUS  # set for a long-poll, so that it can be rechecked while it waits
 
 
-class Follower:
+class LiveConnection:
+    """A connection, or a request that waits, which `LiveReaders` counts and can end."""
+
+    renews_ttl: ClassVar[bool] = True  # the stream does not expire while it is open
+    __slots__ = ("identity", "mode", "stream")
+
+    def __init__(self, mode: str, stream: Stream, identity: Identity) -> None:
+        self.mode = mode
+        self.stream = stream
+        self.identity = identity
+
+    def close(self) -> None:
+        """The server stops: end in such a way that the client reconnects."""
+        raise NotImplementedError
+
+    def refuse(self, error: TailraceError) -> None:
+        """The client may no longer read the stream."""
+        raise NotImplementedError
+
+
+class Follower(LiveConnection):
     """One SSE or WebSocket connection.
 
     It is in one of these states: catching up from the store (`_task`), queued for a time slice to send a page
@@ -128,9 +147,6 @@ class Follower:
         "_type_was_unset",
         "_waiting",
         "ended",
-        "identity",
-        "mode",
-        "stream",
         "until_s",
     )
 
@@ -142,11 +158,11 @@ class Follower:
         key: str,
         cursor: str | None,
         rotate_s: float | None,
+        identity: Identity = ANONYMOUS,
     ) -> None:
+        super().__init__("ws" if rotate_s is None else "sse", stream, identity)
         self._live = live
         self._shared = live.shared
-        self.mode = "ws" if rotate_s is None else "sse"
-        self.stream = stream
         self._position = position
         self._key = key.encode() or None
         self._cursor = cursor
@@ -159,8 +175,7 @@ class Follower:
         self._skipped = False  # the position moved but nothing was sent (no entry has the key)
         self._sent_any = False  # else a control event is sent even when there are no entries
         self.ended = False
-        self.identity = ANONYMOUS
-        self.until_s: float | None = None  # wall time at which the token expires
+        self.until_s = identity.until_s  # wall time at which the token expires
         self._silent_since = live.now
         self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
 
@@ -332,6 +347,12 @@ class Follower:
             else:
                 self._transport.keep_alive()
 
+    def close(self) -> None:
+        self.finish(1001)
+
+    def refuse(self, error: TailraceError) -> None:
+        self.finish(1008)
+
     def finish(self, code: int) -> None:
         """End the connection with a WebSocket close code (SSE only ends the response)."""
         if not self.ended:
@@ -344,11 +365,10 @@ class Follower:
         if self.ended:
             return
         self.ended = True
-        stream = self.stream
-        stream.remove_reader(self)
+        self.stream.remove_reader(self)
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
-        self._live.forget(self, stream)
+        self._live.remove(self)
 
 
 def event_payload(stream: Stream, page: Page) -> bytes:
@@ -546,6 +566,8 @@ class LiveReaders:
         self.unsent_bytes_max = context.limits.live_unsent_bytes
         self.contracts = StreamSchemaCache(context.limits.key_bytes)
         self._followers: set[Follower] = set()
+        self._waits: set[LiveConnection] = set()  # long-polls of entries and of details
+        self.server_timing = context.settings.server_timing
         self._timer: asyncio.TimerHandle | None = None
         self.now = self.loop.time()  # advanced by the tick
         self.shared = SharedEncodings(context, self.contracts)
@@ -559,22 +581,37 @@ class LiveReaders:
 
     # -- opening ---------------------------------------------------------------------------------------
 
-    def admit(self, mode: str, stream: Stream) -> None:
-        if self.connections >= self._limits.live_connections:
-            limit = self._limits.live_connections
+    def add(self, connection: LiveConnection) -> None:
+        """Count a connection, and register it until it is removed. Raises if there are too many."""
+        limit, stream = self._limits.live_connections, connection.stream
+        if self.connections >= limit:
             raise TailraceError("overloaded", f"the limit of {limit} live connections is reached")
         self.connections += 1
-        self.open_by_mode[mode] += 1
+        self.open_by_mode[connection.mode] += 1
         self.by_stream[stream] = self.by_stream.get(stream, 0) + 1
+        if connection.renews_ttl:
+            stream.live += 1
+        if isinstance(connection, Follower):
+            self._followers.add(connection)
+        else:
+            self._waits.add(connection)
 
-    def release(self, mode: str, stream: Stream) -> None:
+    def remove(self, connection: LiveConnection) -> None:
+        stream = connection.stream
         self.connections -= 1
-        self.open_by_mode[mode] -= 1
+        self.open_by_mode[connection.mode] -= 1
         left = self.by_stream[stream] - 1
         if left:
             self.by_stream[stream] = left
         else:
             del self.by_stream[stream]
+        if connection.renews_ttl:
+            stream.live -= 1
+            self._log.touch(stream)
+        if isinstance(connection, Follower):
+            self._followers.discard(connection)
+        else:
+            self._waits.discard(connection)
 
     def open_sse(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
         stream = request.stream
@@ -612,41 +649,46 @@ class LiveReaders:
         follower.start(transport)
 
     def _open(self, request: ReadRequest, rotation_s: float | None, identity: Identity) -> Follower:
-        stream = request.stream
-        self.admit("ws" if rotation_s is None else "sse", stream)
-        follower = Follower(self, stream, request.start, request.key, request.cursor, rotation_s)
-        follower.identity, follower.until_s = identity, identity.until_s
-        self._followers.add(follower)
-        stream.live += 1
+        follower = Follower(
+            self, request.stream, request.start, request.key, request.cursor, rotation_s, identity
+        )
+        self.add(follower)
         if self._timer is None:
             self.now = self.loop.time()
             self._timer = self.loop.call_later(TICK_S, self._tick)
         return follower
 
-    def forget(self, follower: Follower, stream: Stream) -> None:
-        self._followers.discard(follower)
-        self.release(follower.mode, stream)
-        stream.live -= 1
-        self._log.touch(stream)
+    def open_long_poll(self, exchange: Exchange, request: ReadRequest, responder: LongPollResponder) -> None:
+        LongPoll(self, responder, exchange, request).begin()
+
+    # -- ending ----------------------------------------------------------------------------------------
+
+    def _all(self) -> list[LiveConnection]:
+        return [*self._waits, *self._followers]
 
     def end_all(self) -> None:
-        """Shutdown: close all connections; clients reconnect."""
-        for follower in tuple(self._followers):
-            follower.finish(1001)
+        """Shutdown: end all connections and waits; clients reconnect."""
+        for connection in self._all():
+            connection.close()
 
     def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
-        """Close connections whose credentials are no longer valid, and return how many."""
-        lost = [follower for follower in self._followers if not is_valid(follower.identity)]
-        for follower in lost:
-            follower.finish(1008)
+        """End what was opened with credentials that are no longer valid, and return how many."""
+        lost = [connection for connection in self._all() if not is_valid(connection.identity)]
+        for connection in lost:
+            connection.refuse(invalid_token_error("the token was revoked"))
         return len(lost)
 
     def recheck_hub(self) -> None:
-        """The hub's rules changed: close connections that may no longer read their hub stream."""
-        for follower in tuple(self._followers):
-            name = follower.stream.name
-            if is_hub_stream(name) and not is_allowed(follower.identity, Action.READ_STREAM, stream=name):
-                follower.finish(1008)
+        """The hub's rules changed: end what may no longer read its hub stream."""
+        for connection in self._all():
+            name = connection.stream.name
+            if is_hub_stream(name):
+                try:
+                    authorise(connection.identity, Action.READ_STREAM, stream=name)
+                except TailraceError as error:
+                    connection.refuse(error)
+
+    # -- while open ------------------------------------------------------------------------------------
 
     def discard_encoded_step(self) -> None:
         """A schema registry changed: the encoded step was promoted with the old one."""
@@ -666,83 +708,80 @@ class LiveReaders:
             self._timer = self.loop.call_later(TICK_S, self._tick)
 
 
-class LongPoll:
+class LongPollResponder(Protocol):
+    """Reads for a long-poll, and sends its response; implemented by the read routes."""
+
+    def next_match(self, request: ReadRequest, position: int) -> Page | MissingBlock | None: ...
+    def respond(self, exchange: Exchange, request: ReadRequest) -> None: ...
+    def respond_empty(self, exchange: Exchange, request: ReadRequest, position: int) -> None: ...
+
+
+class LongPoll(LiveConnection):
     """A long-poll that waits at the tail for the next entry (with its key, or that matches its filter)."""
 
-    __slots__ = ("_exchange", "_position", "_request", "_routes", "_timer")
+    __slots__ = ("_exchange", "_live", "_position", "_request", "_responder", "_timer")
 
-    def __init__(self, routes: ReadRoutes, exchange: Exchange, request: ReadRequest) -> None:
-        self._routes = routes
+    def __init__(
+        self, live: LiveReaders, responder: LongPollResponder, exchange: Exchange, request: ReadRequest
+    ) -> None:
+        super().__init__("long-poll", request.stream, request.identity)
+        self._live = live
+        self._responder = responder
         self._exchange = exchange
         self._request = request
         self._position = request.start
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        stream = self._request.stream
+        stream = self.stream
         if stream.removed or stream.gone:
             self.on_published(stream)
             return
         if stream.visible_closed or self._request.wait_ms == 0:
-            self._routes.respond_empty(self._exchange, self._request, self._position)
+            self._responder.respond_empty(self._exchange, self._request, self._position)
             return
-        self._routes.live_opened(stream)
+        self._live.add(self)
         stream.add_reader(self)
-        self._timer = self._routes.call_later(self._request.wait_ms, self._on_timeout)
+        self._timer = self._live.loop.call_later(self._request.wait_ms / 1000, self.close)
         self._exchange.on_gone = self._leave
 
     def on_published(self, stream: Stream) -> None:
         request = self._request
         if stream.removed or stream.gone:
-            self._leave()
-            responses.respond_error(self._exchange, responses.stream_deleted(stream))
+            self.refuse(responses.stream_deleted(stream))
             return
         if stream.visible > self._position:
             if request.key or request.filter_text:
                 # Check only the new entries; those that do not match are skipped.
-                found = self._routes.next_match(request, self._position)
+                found = self._responder.next_match(request, self._position)
                 if isinstance(found, Page) and not found.count:
                     self._position = found.next_entry
                     if not stream.visible_closed:
                         return
-                    self._leave()
-                    self._routes.respond_empty(self._exchange, request, self._position)
+                    self.close()
                     return
             self._leave()
             # The stream may have had no content type when the wait began; the first append set it.
             fmt = request.fmt if request.fmt_explicit else "json" if stream.json else "raw"
-            self._routes.respond(self._exchange, request._replace(start=self._position, fmt=fmt))
+            self._responder.respond(self._exchange, request._replace(start=self._position, fmt=fmt))
         elif stream.visible_closed:
-            self._leave()
-            self._routes.respond_empty(self._exchange, request, self._position)
-
-    def _on_timeout(self) -> None:
-        self._leave()
-        self._routes.respond_empty(self._exchange, self._request, self._position)
+            self.close()
 
     def close(self) -> None:
-        """The server stops: respond as after a timeout, and the client reconnects."""
-        self._on_timeout()
-
-    @property
-    def identity(self) -> Identity:
-        return self._request.identity
-
-    @property
-    def stream(self) -> Stream:
-        return self._request.stream
-
-    def refuse(self, refusal: TailraceError) -> None:
-        """End the wait with an error."""
+        """Respond without entries: at the timeout, at the end of the stream, or when the server stops."""
         self._leave()
-        responses.respond_error(self._exchange, refusal)
+        self._responder.respond_empty(self._exchange, self._request, self._position)
+
+    def refuse(self, error: TailraceError) -> None:
+        self._leave()
+        responses.respond_error(self._exchange, error)
 
     def _leave(self) -> None:
         if self._timer is None:
             return
-        self._routes.record_wait(self._exchange)
+        if self._live.server_timing:
+            responses.add_phase(self._exchange, "wait", time.monotonic() - self._exchange.started)
         self._timer.cancel()
         self._timer = None
-        stream = self._request.stream
-        stream.remove_reader(self)
-        self._routes.live_ended(stream)
+        self.stream.remove_reader(self)
+        self._live.remove(self)
