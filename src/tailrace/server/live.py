@@ -15,6 +15,7 @@ commit publisher → `Follower.on_published` → `SharedEncodings.encode_tail_st
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import deque
@@ -39,6 +40,8 @@ from tailrace.protocol.websocket_frames import encode_text
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.schema.stream_schema import StreamSchemaCache
+
+logger = logging.getLogger("tailrace.api")
 
 
 class FollowerTransport(live_transport.LiveTransport, Protocol):
@@ -544,9 +547,10 @@ class PageScheduler:
         queue = self._queue
         for _ in range(min(PAGES_PER_SLICE, len(queue))):
             try:
-                queue[0]()
-            finally:
-                queue.popleft()
+                queue[0]()  # removed afterwards: `schedule` starts a slice only if the queue is empty
+            except Exception:
+                logger.exception("live reader failed")  # the others send their pages all the same
+            queue.popleft()
         if queue:
             self._loop.call_soon(self._run_slice)
 
