@@ -1,4 +1,7 @@
-"""Live reads: SSE and WebSocket followers of a stream, long polls, and the encodings that readers share.
+"""Live reads: SSE and WebSocket followers of a stream, long-polls, and the encodings that readers share.
+
+The path of a live event: `ReadRoutes._serve` → `LiveReaders.open_sse` → `Follower.start`, then for each
+commit the publisher → `Follower.on_published` → `SharedEncodings.encode_tail_step` → the transport.
 
 A `Follower` (SSE or WebSocket) catches up page by page, then waits in `stream.readers` until the publisher
 calls `on_published`. The step from the old tail to the new one is encoded once per transport form, and the
@@ -8,8 +11,8 @@ at one position read and encode a page once, and only a few pages are sent per i
 Nothing is written to a socket with too many unsent bytes: its follower continues from the log when the socket
 has drained. A `LongPoll` waits in the same list and sends one response.
 
-The path of a live event: `ReadRoutes._serve` → `LiveReaders.open_sse` → `Follower.start`, then for each
-commit publisher → `Follower.on_published` → `SharedEncodings.encode_tail_step` → transport.
+In this order: the request, shared encodings, the scheduler of pages, followers, long-polls, and
+`LiveReaders`, which opens, counts and ends all of them. An event is encoded in `http/live_transport.py`.
 """
 
 from __future__ import annotations
@@ -18,71 +21,34 @@ import asyncio
 import logging
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import ClassVar, NamedTuple, Protocol
 
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, invalid_token_error, is_hub_stream
 from tailrace.common.errors import TailraceError
-from tailrace.http import live_transport
 from tailrace.http.cors import AllowedOrigins
-from tailrace.http.exchange import Exchange, ResponseStream, chunk
-from tailrace.http.live_transport import LiveWebSocketHandler
+from tailrace.http.exchange import Exchange
+from tailrace.http.live_transport import (
+    EventTransport,
+    LiveWebSocketHandler,
+    SseEventTransport,
+    WebSocketEventTransport,
+)
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
 from tailrace.log.history import MissingBlock
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
-from tailrace.protocol import sse
 from tailrace.protocol.http_headers import is_text
 from tailrace.protocol.offsets import next_cursor
 from tailrace.protocol.sse import EVENT_STREAM_HEADERS
-from tailrace.protocol.websocket_frames import encode_text
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.schema.stream_schema import StreamSchemaCache
 
 logger = logging.getLogger("tailrace.api")
-
-
-class FollowerTransport(live_transport.LiveTransport, Protocol):
-    """Encodes and sends the events of one follower; transports with the same `form` encode the same bytes."""
-
-    def encode(
-        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
-    ) -> bytes: ...
-
-
-class SseFollowerTransport(live_transport.SseTransport):
-    __slots__ = ("_text",)
-
-    def __init__(self, outlet: ResponseStream, text: bool) -> None:
-        super().__init__(outlet, "sse-text" if text else "sse-base64")
-        self._text = text
-
-    def encode(
-        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
-    ) -> bytes:
-        control = sse.control_event(offset, cursor, up_to_date, closed)
-        if payload is None:
-            return chunk(control)
-        event = sse.text_event(payload, offset) if self._text else sse.base64_event(payload, offset)
-        return chunk(event + control)
-
-
-class WebSocketFollowerTransport(live_transport.WebSocketTransport):
-    __slots__ = ("_text",)
-
-    def __init__(self, text: bool) -> None:
-        super().__init__("ws-text" if text else "ws-base64")
-        self._text = text
-
-    def encode(
-        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
-    ) -> bytes:
-        control = encode_text(sse.websocket_control(offset, cursor, up_to_date, closed))
-        if payload is None:
-            return control
-        return encode_text(sse.websocket_data(payload, self._text)) + control
 
 
 class ReadRequest(NamedTuple):
@@ -104,274 +70,6 @@ class ReadRequest(NamedTuple):
     entries_max: int = 0
     start_line: bytes = b""  # response header that names the start in use when the request has several
     identity: Identity = ANONYMOUS  # set for a long-poll, so that it can be rechecked while it waits
-
-
-class LiveConnection:
-    """A connection, or a request that waits, which `LiveReaders` counts and can end."""
-
-    renews_ttl: ClassVar[bool] = True  # the stream does not expire while it is open
-    __slots__ = ("identity", "mode", "stream")
-
-    def __init__(self, mode: str, stream: Stream, identity: Identity) -> None:
-        self.mode = mode
-        self.stream = stream
-        self.identity = identity
-
-    def close(self) -> None:
-        """The server stops: end in such a way that the client reconnects."""
-        raise NotImplementedError
-
-    def refuse(self, error: TailraceError) -> None:
-        """The client may no longer read the stream."""
-        raise NotImplementedError
-
-
-class Follower(LiveConnection):
-    """One SSE or WebSocket connection.
-
-    It is in one of these states: catching up from the store (`_task`), queued for a time slice to send a page
-    from memory, waiting for its socket to drain, waiting at the tail (`_waiting`), ended.
-    """
-
-    __slots__ = (
-        "_cursor",
-        "_has_slot",
-        "_key",
-        "_live",
-        "_position",
-        "_rotate_at",
-        "_sent_any",
-        "_shareable",
-        "_shared",
-        "_silent_since",
-        "_skipped",
-        "_task",
-        "_transport",
-        "_type_was_unset",
-        "_waiting",
-        "ended",
-        "until_s",
-    )
-
-    def __init__(
-        self,
-        live: LiveReaders,
-        stream: Stream,
-        position: int,
-        key: str,
-        cursor: str | None,
-        rotate_s: float | None,
-        identity: Identity = ANONYMOUS,
-    ) -> None:
-        super().__init__("ws" if rotate_s is None else "sse", stream, identity)
-        self._live = live
-        self._shared = live.shared
-        self._position = position
-        self._key = key.encode() or None
-        self._cursor = cursor
-        self._transport: FollowerTransport | None = None
-        self._type_was_unset = stream.content_type is None
-        self._shareable = self._key is None and cursor is None
-        self._task: asyncio.Task[None] | None = None
-        self._waiting = False  # in the stream's list of readers
-        self._has_slot = False  # one page that does not reach the tail may be sent now
-        self._skipped = False  # the position moved but nothing was sent (no entry has the key)
-        self._sent_any = False  # else a control event is sent even when there are no entries
-        self.ended = False
-        self.until_s = identity.until_s  # wall time at which the token expires
-        self._silent_since = live.now
-        self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
-
-    def start(self, transport: FollowerTransport) -> None:
-        self._transport = transport
-        if not self._advance():
-            self._task = self._live.loop.create_task(self._catch_up())
-
-    # -- sending ---------------------------------------------------------------------------------------
-
-    def _advance(self) -> bool:
-        """Send what is in memory. False if the next page has to be read from the store."""
-        try:
-            return self._send_available()
-        except TailraceError:
-            self.finish(1011)  # an entry cannot be promoted; a catch-up read returns the error
-            return True
-
-    def _send_available(self) -> bool:
-        stream, live = self.stream, self._live
-        while not self.ended:
-            if (stream.removed or stream.gone) and stream.batch is None:  # with a batch: not durable yet
-                self.finish(4404)
-                return True
-            if (self._type_was_unset and stream.content_type is not None) or self._position < stream.earliest:
-                # The client reconnects, and gets the right encoding or an `offset_gone` error.
-                self.finish(1001)
-                return True
-            if self._position >= stream.visible:
-                if not self._sent_any or stream.visible_closed:
-                    self._send(None, stream.visible_closed)
-                self._wait()
-                return True
-            assert self._transport is not None
-            if self._transport.unsent_bytes > live.unsent_bytes_max:
-                live.demoted += 1
-                return True  # `on_drain` continues from here
-            encoded = (
-                self._shared.encode_tail_step(self._transport, stream, self._position)
-                if self._shareable
-                else None
-            )
-            if encoded is not None:
-                self._position = stream.visible
-                self._write(encoded, stream.visible_closed)
-                continue
-            if self._transport.unsent_bytes > live.catch_up_unsent_bytes_max:
-                live.demoted += 1
-                return True
-            if not self._has_slot:
-                live.pages.schedule(self._on_slot)
-                return True
-            self._has_slot = False
-            page = self._shared.page_in_memory(stream, self._position, self._key)
-            if page is None:
-                return False
-            self._send_page(page)
-        return True
-
-    def _on_slot(self) -> None:
-        """Send one page, if there still is one to send."""
-        if not self.ended:
-            self._has_slot = True
-            self.on_published(self.stream)
-            self._has_slot = False
-
-    def _send_page(self, page: Page) -> None:
-        transport, after = self._transport, self._position
-        assert transport is not None
-        if self._shareable and page.count and page.next_entry < self.stream.visible:
-            self._position = page.next_entry
-            self._write(self._shared.encode_page(transport, self.stream, after, page), False)
-            return
-        self._position = page.next_entry
-        at_end = self.stream.visible_closed and self._position >= self.stream.visible
-        if page.count or at_end:
-            self._send(event_payload(self.stream, page) if page.count else None, at_end)
-        else:
-            self._skipped = True
-
-    def _send(self, payload: bytes | None, closed: bool) -> None:
-        assert self._transport is not None
-        stream = self.stream
-        up_to_date = self._position >= stream.visible
-        offset = stream.offset(self._position)
-        cursor = next_cursor(self._cursor, self._live.now_s())
-        if self._cursor is not None:
-            self._cursor = cursor if int(cursor) > int(self._shared.cursor()) else None
-            self._shareable = self._key is None and self._cursor is None
-        self._write(
-            self._transport.encode(payload, offset, cursor, up_to_date, closed), closed and up_to_date
-        )
-
-    def _write(self, encoded: bytes, closed: bool) -> None:
-        assert self._transport is not None
-        self._transport.send(encoded)
-        self._sent_any = True
-        self._skipped = False
-        self._silent_since = self._live.now
-        if closed:
-            self.finish(1000)
-
-    async def _catch_up(self) -> None:
-        """Read pages from the store, as fast as the client receives them."""
-        try:
-            while not self.ended and self._transport is not None:
-                if self._transport.unsent_bytes > self._live.catch_up_unsent_bytes_max:
-                    return  # `on_drain` continues from here
-                page = await self._shared.read_page(self.stream, self._position, self._key)
-                await self._live.pages.wait()
-                if not self.ended:
-                    self._send_page(page)
-                    if self._advance():
-                        return
-        except asyncio.CancelledError:
-            raise
-        except TailraceError as refusal:
-            # The client reconnects and gets the error as a response.
-            self.finish(1001 if refusal.code == "offset_gone" else 1013)
-        except Exception:
-            self.finish(1011)
-            raise
-        finally:
-            self._task = None
-
-    def _wait(self) -> None:
-        if not self._waiting and not self.ended:
-            self._waiting = True
-            self.stream.add_reader(self)
-
-    # -- events ----------------------------------------------------------------------------------------
-
-    def on_published(self, stream: Stream) -> None:
-        if self._task is not None:
-            return
-        transport, live, step = self._transport, self._live, self._shared.tail_step
-        assert transport is not None
-        if (
-            self._position == step.after
-            and stream is step.stream
-            and stream.visible == step.through
-            and self._shareable
-            and not (stream.visible_closed or stream.removed or stream.gone)
-        ):
-            # Already encoded for another follower at the same position.
-            encoded = step.encoded.get(transport.form)
-            if encoded is not None and transport.offer(encoded, live.unsent_bytes_max):
-                self._position = step.through
-                self._silent_since = live.now
-                return
-        if not self._advance():
-            self._task = live.loop.create_task(self._catch_up())
-
-    def on_drain(self) -> None:
-        if not self.ended:
-            self.on_published(self.stream)
-
-    def on_tick(self, now: float, keep_alive_s: float) -> None:
-        assert self._transport is not None
-        if self.until_s is not None and self._live.now_s() >= self.until_s:
-            self.finish(1008)
-        elif self._rotate_at is not None and now >= self._rotate_at and self._position >= self.stream.visible:
-            self._send(None, self.stream.visible_closed)
-            self.finish(1001)
-        elif now - self._silent_since >= keep_alive_s and self._transport.unsent_bytes == 0:
-            self._silent_since = now
-            if self._skipped:
-                self._send(None, False)
-            else:
-                self._transport.keep_alive()
-
-    def close(self) -> None:
-        self.finish(1001)
-
-    def refuse(self, error: TailraceError) -> None:
-        self.finish(1008)
-
-    def finish(self, code: int) -> None:
-        """End the connection with a WebSocket close code (SSE only ends the response)."""
-        if not self.ended:
-            self.gone()
-            if self._transport is not None:
-                self._transport.end(code)
-
-    def gone(self) -> None:
-        """The client disconnected, or `finish` ends the connection: remove every reference to it."""
-        if self.ended:
-            return
-        self.ended = True
-        self.stream.remove_reader(self)
-        if self._task is not None and self._task is not asyncio.current_task():
-            self._task.cancel()
-        self._live.remove(self)
 
 
 def event_payload(stream: Stream, page: Page) -> bytes:
@@ -436,7 +134,7 @@ class SharedEncodings:
 
     # -- the step to the tail --------------------------------------------------------------------------
 
-    def encode_tail_step(self, transport: FollowerTransport, stream: Stream, after: int) -> bytes | None:
+    def encode_tail_step(self, transport: EventTransport, stream: Stream, after: int) -> bytes | None:
         """All entries from `after` to the tail as one event, encoded once per transport form.
 
         None if they are more than one page, or not in memory.
@@ -501,7 +199,7 @@ class SharedEncodings:
         contract = self._contracts.get(stream.visible_documents)
         return page if contract is None else contract.promoted(stream, after, page)
 
-    def encode_page(self, transport: FollowerTransport, stream: Stream, after: int, page: Page) -> bytes:
+    def encode_page(self, transport: EventTransport, stream: Stream, after: int, page: Page) -> bytes:
         """A page that does not reach the tail, encoded once per transport form for all followers."""
         key = (stream, after, page.next_entry, transport.form)
         found = self._encoded_pages.get(key)
@@ -555,161 +253,282 @@ class PageScheduler:
             self._loop.call_soon(self._run_slice)
 
 
-TICK_S = 1.0
+class LiveConnection(ABC):
+    """A connection, or a request that waits, which `LiveReaders` counts and can end."""
+
+    renews_ttl: ClassVar[bool] = True  # the stream does not expire while it is open
+    __slots__ = ("identity", "mode", "stream")
+
+    def __init__(self, mode: str, stream: Stream, identity: Identity) -> None:
+        self.mode = mode
+        self.stream = stream
+        self.identity = identity
+
+    @abstractmethod
+    def close(self) -> None:
+        """The server stops: end in such a way that the client reconnects."""
+
+    @abstractmethod
+    def refuse(self, error: TailraceError) -> None:
+        """The client may no longer read the stream."""
 
 
-class LiveReaders:
-    """All live connections: admission, one timer for keep-alives and rotation, rechecks, shutdown."""
+class FollowerState(Enum):
+    """What a follower waits for."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._log = context.log
-        self._limits = context.limits
-        self.loop = context.loop
-        self._origins = AllowedOrigins(context.settings)
-        self.unsent_bytes_max = context.limits.live_unsent_bytes
-        self.contracts = StreamSchemaCache(context.limits.key_bytes)
-        self._followers: set[Follower] = set()
-        self._waits: set[LiveConnection] = set()  # long-polls of entries and of details
-        self.server_timing = context.settings.server_timing
-        self._timer: asyncio.TimerHandle | None = None
-        self.now = self.loop.time()  # advanced by the tick
-        self.shared = SharedEncodings(context, self.contracts)
-        self.pages = PageScheduler(context.loop)
-        # Above this a transport calls `on_drain` when most of it is sent.
-        self.catch_up_unsent_bytes_max = min(WRITE_HIGH_WATER_BYTES, context.limits.live_unsent_bytes)
-        self.connections = 0
-        self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
-        self.by_stream: dict[Stream, int] = {}
-        self.demoted = 0
+    CATCHING_UP = auto()  # its task, which reads pages from the store
+    QUEUED = auto()  # its slice of the event loop, to send a page from memory
+    DRAINING = auto()  # its socket, which has too many unsent bytes
+    AT_TAIL = auto()  # the next publication: everything is sent
+    ENDED = auto()
 
-    # -- opening ---------------------------------------------------------------------------------------
 
-    def add(self, connection: LiveConnection) -> None:
-        """Count a connection, and register it until it is removed. Raises if there are too many."""
-        limit, stream = self._limits.live_connections, connection.stream
-        if self.connections >= limit:
-            raise TailraceError("overloaded", f"the limit of {limit} live connections is reached")
-        self.connections += 1
-        self.open_by_mode[connection.mode] += 1
-        self.by_stream[stream] = self.by_stream.get(stream, 0) + 1
-        if connection.renews_ttl:
-            stream.live += 1
-        if isinstance(connection, Follower):
-            self._followers.add(connection)
-        else:
-            self._waits.add(connection)
+class Follower(LiveConnection):
+    """One SSE or WebSocket connection."""
 
-    def remove(self, connection: LiveConnection) -> None:
-        stream = connection.stream
-        self.connections -= 1
-        self.open_by_mode[connection.mode] -= 1
-        left = self.by_stream[stream] - 1
-        if left:
-            self.by_stream[stream] = left
-        else:
-            del self.by_stream[stream]
-        if connection.renews_ttl:
-            stream.live -= 1
-            self._log.touch(stream)
-        if isinstance(connection, Follower):
-            self._followers.discard(connection)
-        else:
-            self._waits.discard(connection)
+    __slots__ = (
+        "_cursor",
+        "_has_slot",
+        "_key",
+        "_live",
+        "_position",
+        "_registered",
+        "_rotate_at",
+        "_sent_any",
+        "_shareable",
+        "_shared",
+        "_silent_since",
+        "_skipped",
+        "_task",
+        "_transport",
+        "_type_was_unset",
+        "state",
+        "until_s",
+    )
 
-    def open_sse(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
-        stream = request.stream
-        rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
-        follower = self._open(request, rotation_s, identity)
-        text = is_text(stream.content_type)
-        head = EVENT_STREAM_HEADERS
-        if not text:
-            head += b"Stream-SSE-Data-Encoding: base64\r\n"
-        head += responses.earliest_offset_header(stream) + request.start_line
-        outlet = exchange.open_stream(200, head)
-        outlet.on_gone = follower.gone
-        outlet.on_drain = follower.on_drain
-        follower.start(SseFollowerTransport(outlet, text))
+    def __init__(
+        self,
+        live: LiveReaders,
+        stream: Stream,
+        position: int,
+        key: str,
+        cursor: str | None,
+        rotate_s: float | None,
+        identity: Identity = ANONYMOUS,
+    ) -> None:
+        super().__init__("ws" if rotate_s is None else "sse", stream, identity)
+        self._live = live
+        self._shared = live.shared
+        self._position = position
+        self._key = key.encode() or None
+        self._cursor = cursor
+        self._transport: EventTransport | None = None
+        self._type_was_unset = stream.content_type is None
+        self._shareable = self._key is None and cursor is None
+        self._task: asyncio.Task[None] | None = None
+        self._registered = False  # with the stream, on which the publisher calls `on_published`
+        self._has_slot = False  # one page that does not reach the tail may be sent now
+        self._skipped = False  # the position moved but nothing was sent (no entry has the key)
+        self._sent_any = False  # else a control event is sent even when there are no entries
+        self.state = FollowerState.CATCHING_UP
+        self.until_s = identity.until_s  # wall time at which the token expires
+        self._silent_since = live.now
+        self._rotate_at = None if rotate_s is None else live.loop.time() + rotate_s
 
-    def open_ws(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
-        if not exchange.wants_websocket():
-            raise TailraceError(
-                "upgrade_required",
-                "live=ws requires a WebSocket upgrade",
-                headers=(("Upgrade", "websocket"),),
-            )
-        self._origins.check_websocket(exchange)
-        follower = self._open(request, None, identity)
-        transport = WebSocketFollowerTransport(is_text(request.stream.content_type))
+    @property
+    def ended(self) -> bool:
+        return self.state is FollowerState.ENDED
+
+    def start(self, transport: EventTransport) -> None:
+        self._transport = transport
+        self._advance_or_read()
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def _advance_or_read(self) -> None:
+        if self._advance() is FollowerState.CATCHING_UP:
+            self._task = self._live.loop.create_task(self._catch_up())
+
+    def _advance(self) -> FollowerState:
+        """Send what is in memory. Returns CATCHING_UP if the next page has to be read from the store."""
         try:
-            transport.attach(
-                exchange.upgrade_websocket(
-                    LiveWebSocketHandler(follower), request.start_line, message_bytes=1024
-                )
-            )
+            self.state = self._send_available()
         except TailraceError:
-            follower.gone()
-            raise
-        follower.start(transport)
+            self.finish(1011)  # an entry cannot be promoted; a catch-up read returns the error
+        return self.state
 
-    def _open(self, request: ReadRequest, rotation_s: float | None, identity: Identity) -> Follower:
-        follower = Follower(
-            self, request.stream, request.start, request.key, request.cursor, rotation_s, identity
+    def _send_available(self) -> FollowerState:
+        stream, live, shared, transport = self.stream, self._live, self._shared, self._transport
+        assert transport is not None
+        while not self.ended:
+            if (stream.removed or stream.gone) and stream.batch is None:  # with a batch: not durable yet
+                self.finish(4404)
+                break
+            if (self._type_was_unset and stream.content_type is not None) or self._position < stream.earliest:
+                # The client reconnects, and gets the right encoding or an `offset_gone` error.
+                self.finish(1001)
+                break
+            if self._position >= stream.visible:
+                if not self._sent_any or stream.visible_closed:
+                    self._send(None, stream.visible_closed)
+                    continue
+                self._register()
+                return FollowerState.AT_TAIL
+            if transport.unsent_bytes > live.unsent_bytes_max:
+                live.demoted += 1
+                return FollowerState.DRAINING
+            encoded = shared.encode_tail_step(transport, stream, self._position) if self._shareable else None
+            if encoded is not None:
+                self._position = stream.visible
+                self._write(encoded, stream.visible_closed)
+                continue
+            if transport.unsent_bytes > live.catch_up_unsent_bytes_max:
+                live.demoted += 1
+                return FollowerState.DRAINING
+            if not self._has_slot:
+                live.pages.schedule(self._on_slot)
+                return FollowerState.QUEUED
+            self._has_slot = False
+            page = shared.page_in_memory(stream, self._position, self._key)
+            if page is None:
+                return FollowerState.CATCHING_UP
+            self._send_page(page)
+        return FollowerState.ENDED
+
+    def _on_slot(self) -> None:
+        """Send one page, if there still is one to send."""
+        if not self.ended:
+            self._has_slot = True
+            self.on_published(self.stream)
+            self._has_slot = False
+
+    def _send_page(self, page: Page) -> None:
+        transport, after = self._transport, self._position
+        assert transport is not None
+        if self._shareable and page.count and page.next_entry < self.stream.visible:
+            self._position = page.next_entry
+            self._write(self._shared.encode_page(transport, self.stream, after, page), False)
+            return
+        self._position = page.next_entry
+        at_end = self.stream.visible_closed and self._position >= self.stream.visible
+        if page.count or at_end:
+            self._send(event_payload(self.stream, page) if page.count else None, at_end)
+        else:
+            self._skipped = True
+
+    def _send(self, payload: bytes | None, closed: bool) -> None:
+        assert self._transport is not None
+        stream = self.stream
+        up_to_date = self._position >= stream.visible
+        offset = stream.offset(self._position)
+        cursor = next_cursor(self._cursor, self._live.now_s())
+        if self._cursor is not None:
+            self._cursor = cursor if int(cursor) > int(self._shared.cursor()) else None
+            self._shareable = self._key is None and self._cursor is None
+        self._write(
+            self._transport.encode(payload, offset, cursor, up_to_date, closed), closed and up_to_date
         )
-        self.add(follower)
-        if self._timer is None:
-            self.now = self.loop.time()
-            self._timer = self.loop.call_later(TICK_S, self._tick)
-        return follower
 
-    def open_long_poll(self, exchange: Exchange, request: ReadRequest, responder: LongPollResponder) -> None:
-        LongPoll(self, responder, exchange, request).begin()
+    def _write(self, encoded: bytes, closed: bool) -> None:
+        assert self._transport is not None
+        self._transport.send(encoded)
+        self._sent_any = True
+        self._skipped = False
+        self._silent_since = self._live.now
+        if closed:
+            self.finish(1000)
 
-    # -- ending ----------------------------------------------------------------------------------------
+    async def _catch_up(self) -> None:
+        """Read pages from the store, as fast as the client receives them."""
+        try:
+            while not self.ended and self._transport is not None:
+                if self._transport.unsent_bytes > self._live.catch_up_unsent_bytes_max:
+                    self.state = FollowerState.DRAINING
+                    return
+                page = await self._shared.read_page(self.stream, self._position, self._key)
+                await self._live.pages.wait()
+                if not self.ended:
+                    self._send_page(page)
+                    if self._advance() is not FollowerState.CATCHING_UP:
+                        return
+        except asyncio.CancelledError:
+            raise
+        except TailraceError as refusal:
+            # The client reconnects and gets the error as a response.
+            self.finish(1001 if refusal.code == "offset_gone" else 1013)
+        except Exception:
+            self.finish(1011)
+            raise
+        finally:
+            self._task = None
 
-    def _all(self) -> list[LiveConnection]:
-        return [*self._waits, *self._followers]
+    def _register(self) -> None:
+        if not self._registered:
+            self._registered = True
+            self.stream.add_reader(self)
 
-    def end_all(self) -> None:
-        """Shutdown: end all connections and waits; clients reconnect."""
-        for connection in self._all():
-            connection.close()
+    # -- events ----------------------------------------------------------------------------------------
 
-    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
-        """End what was opened with credentials that are no longer valid, and return how many."""
-        lost = [connection for connection in self._all() if not is_valid(connection.identity)]
-        for connection in lost:
-            connection.refuse(invalid_token_error("the token was revoked"))
-        return len(lost)
+    def on_published(self, stream: Stream) -> None:
+        if self._task is not None:
+            return
+        transport, live, step = self._transport, self._live, self._shared.tail_step
+        assert transport is not None
+        if (
+            self._position == step.after
+            and stream is step.stream
+            and stream.visible == step.through
+            and self._shareable
+            and not (stream.visible_closed or stream.removed or stream.gone)
+        ):
+            # Already encoded for another follower at the same position.
+            encoded = step.encoded.get(transport.form)
+            if encoded is not None and transport.offer(encoded, live.unsent_bytes_max):
+                self._position = step.through
+                self._silent_since = live.now
+                return
+        self._advance_or_read()
 
-    def recheck_hub(self) -> None:
-        """The hub's rules changed: end what may no longer read its hub stream."""
-        for connection in self._all():
-            name = connection.stream.name
-            if is_hub_stream(name):
-                try:
-                    authorise(connection.identity, Action.READ_STREAM, stream=name)
-                except TailraceError as error:
-                    connection.refuse(error)
+    def on_drain(self) -> None:
+        if not self.ended:
+            self.on_published(self.stream)
 
-    # -- while open ------------------------------------------------------------------------------------
+    def on_tick(self, now: float, keep_alive_s: float) -> None:
+        assert self._transport is not None
+        if self.until_s is not None and self._live.now_s() >= self.until_s:
+            self.finish(1008)
+        elif self._rotate_at is not None and now >= self._rotate_at and self._position >= self.stream.visible:
+            self._send(None, self.stream.visible_closed)
+            self.finish(1001)
+        elif now - self._silent_since >= keep_alive_s and self._transport.unsent_bytes == 0:
+            self._silent_since = now
+            if self._skipped:
+                self._send(None, False)
+            else:
+                self._transport.keep_alive()
 
-    def discard_encoded_step(self) -> None:
-        """A schema registry changed: the encoded step was promoted with the old one."""
-        self.shared.discard_tail_step()
+    def close(self) -> None:
+        self.finish(1001)
 
-    def now_s(self) -> float:
-        return self._context.clock.now_ns() / 1e9
+    def refuse(self, error: TailraceError) -> None:
+        self.finish(1008)
 
-    def _tick(self) -> None:
-        self._timer = None
-        self.now = now = self.loop.time()
-        self.shared.expire()
-        keep_alive_s = self._limits.sse_keep_alive_ms / 1000
-        for follower in tuple(self._followers):
-            follower.on_tick(now, keep_alive_s)
-        if self._followers:
-            self._timer = self.loop.call_later(TICK_S, self._tick)
+    def finish(self, code: int) -> None:
+        """End the connection with a WebSocket close code (SSE only ends the response)."""
+        if not self.ended:
+            self.gone()
+            if self._transport is not None:
+                self._transport.end(code)
+
+    def gone(self) -> None:
+        """The client disconnected, or `finish` ends the connection: remove every reference to it."""
+        if self.ended:
+            return
+        self.state = FollowerState.ENDED
+        self.stream.remove_reader(self)
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self._live.remove(self)
 
 
 class LongPollResponder(Protocol):
@@ -789,3 +608,160 @@ class LongPoll(LiveConnection):
         self._timer = None
         self.stream.remove_reader(self)
         self._live.remove(self)
+
+
+TICK_S = 1.0
+
+
+class LiveReaders:
+    """All live connections: admission, one timer for keep-alives and rotation, rechecks, shutdown."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._log = context.log
+        self._limits = context.limits
+        self.loop = context.loop
+        self._origins = AllowedOrigins(context.settings)
+        self.unsent_bytes_max = context.limits.live_unsent_bytes
+        self.contracts = StreamSchemaCache(context.limits.key_bytes)
+        self._followers: set[Follower] = set()
+        self._waits: set[LiveConnection] = set()  # long-polls of entries and of details
+        self.server_timing = context.settings.server_timing
+        self._timer: asyncio.TimerHandle | None = None
+        self.now = self.loop.time()  # advanced by the tick
+        self.shared = SharedEncodings(context, self.contracts)
+        self.pages = PageScheduler(context.loop)
+        # Above this a transport calls `on_drain` when most of it is sent.
+        self.catch_up_unsent_bytes_max = min(WRITE_HIGH_WATER_BYTES, context.limits.live_unsent_bytes)
+        self.connections = 0
+        self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
+        self.by_stream: dict[Stream, int] = {}
+        self.demoted = 0
+
+    # -- opening ---------------------------------------------------------------------------------------
+
+    def add(self, connection: LiveConnection) -> None:
+        """Count a connection, and register it until it is removed. Raises if there are too many."""
+        limit, stream = self._limits.live_connections, connection.stream
+        if self.connections >= limit:
+            raise TailraceError("overloaded", f"the limit of {limit} live connections is reached")
+        self.connections += 1
+        self.open_by_mode[connection.mode] += 1
+        self.by_stream[stream] = self.by_stream.get(stream, 0) + 1
+        if connection.renews_ttl:
+            stream.live += 1
+        if isinstance(connection, Follower):
+            self._followers.add(connection)
+        else:
+            self._waits.add(connection)
+
+    def remove(self, connection: LiveConnection) -> None:
+        stream = connection.stream
+        self.connections -= 1
+        self.open_by_mode[connection.mode] -= 1
+        left = self.by_stream[stream] - 1
+        if left:
+            self.by_stream[stream] = left
+        else:
+            del self.by_stream[stream]
+        if connection.renews_ttl:
+            stream.live -= 1
+            self._log.touch(stream)
+        if isinstance(connection, Follower):
+            self._followers.discard(connection)
+        else:
+            self._waits.discard(connection)
+
+    def open_sse(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
+        stream = request.stream
+        rotation_s = self._limits.sse_rotation_ms / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - spreads load
+        follower = self._open(request, rotation_s, identity)
+        text = is_text(stream.content_type)
+        head = EVENT_STREAM_HEADERS
+        if not text:
+            head += b"Stream-SSE-Data-Encoding: base64\r\n"
+        head += responses.earliest_offset_header(stream) + request.start_line
+        outlet = exchange.open_stream(200, head)
+        outlet.on_gone = follower.gone
+        outlet.on_drain = follower.on_drain
+        follower.start(SseEventTransport(outlet, text))
+
+    def open_ws(self, exchange: Exchange, request: ReadRequest, identity: Identity) -> None:
+        if not exchange.wants_websocket():
+            raise TailraceError(
+                "upgrade_required",
+                "live=ws requires a WebSocket upgrade",
+                headers=(("Upgrade", "websocket"),),
+            )
+        self._origins.check_websocket(exchange)
+        follower = self._open(request, None, identity)
+        transport = WebSocketEventTransport(is_text(request.stream.content_type))
+        try:
+            transport.attach(
+                exchange.upgrade_websocket(
+                    LiveWebSocketHandler(follower), request.start_line, message_bytes=1024
+                )
+            )
+        except TailraceError:
+            follower.gone()
+            raise
+        follower.start(transport)
+
+    def _open(self, request: ReadRequest, rotation_s: float | None, identity: Identity) -> Follower:
+        follower = Follower(
+            self, request.stream, request.start, request.key, request.cursor, rotation_s, identity
+        )
+        self.add(follower)
+        if self._timer is None:
+            self.now = self.loop.time()
+            self._timer = self.loop.call_later(TICK_S, self._tick)
+        return follower
+
+    def open_long_poll(self, exchange: Exchange, request: ReadRequest, responder: LongPollResponder) -> None:
+        LongPoll(self, responder, exchange, request).begin()
+
+    # -- ending ----------------------------------------------------------------------------------------
+
+    def _all(self) -> list[LiveConnection]:
+        return [*self._waits, *self._followers]
+
+    def end_all(self) -> None:
+        """Shutdown: end all connections and waits; clients reconnect."""
+        for connection in self._all():
+            connection.close()
+
+    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
+        """End what was opened with credentials that are no longer valid, and return how many."""
+        lost = [connection for connection in self._all() if not is_valid(connection.identity)]
+        for connection in lost:
+            connection.refuse(invalid_token_error("the token was revoked"))
+        return len(lost)
+
+    def recheck_hub(self) -> None:
+        """The hub's rules changed: end what may no longer read its hub stream."""
+        for connection in self._all():
+            name = connection.stream.name
+            if is_hub_stream(name):
+                try:
+                    authorise(connection.identity, Action.READ_STREAM, stream=name)
+                except TailraceError as error:
+                    connection.refuse(error)
+
+    # -- while open ------------------------------------------------------------------------------------
+
+    def discard_encoded_step(self) -> None:
+        """A schema registry changed: the encoded step was promoted with the old one."""
+        self.shared.discard_tail_step()
+
+    def now_s(self) -> float:
+        return self._context.clock.now_ns() / 1e9
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.now = now = self.loop.time()
+        self.shared.expire()
+        keep_alive_s = self._limits.sse_keep_alive_ms / 1000
+        for follower in tuple(self._followers):
+            follower.on_tick(now, keep_alive_s)
+        if self._followers:
+            self._timer = self.loop.call_later(TICK_S, self._tick)
