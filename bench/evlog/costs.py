@@ -29,7 +29,7 @@ from tailrace.search.language import SEARCH_DIALECT, bind_query
 from tailrace.search.ranking import parse_sort
 from tailrace.search.records import RecordDecoder, RecordView
 from tailrace.search.requests import SearchRequest
-from tailrace.search.scan import ScanStatistics
+from tailrace.search.scan import PieceStatistics, Scanner
 
 BATCH = 1000
 CHUNK = 8192
@@ -118,9 +118,13 @@ def scans(view: RecordView, payloads: Sequence[bytes], rounds: int) -> dict[str,
         request = SearchRequest(query, 50, parse_sort(None, query, view.config), None, 3000)
 
         def scan(request: SearchRequest = request, *, counted: bool = True) -> None:
-            collector = HitCollector(view, request, 0, 10_000)
-            counts = ScanStatistics(collector.scanner.new_statistics()) if counted else None
-            collector.scan(1, payloads, counts, time.monotonic() + 600)
+            scanner = Scanner(view, request)
+            collector = HitCollector(view, request, scanner, scanner.new_statistics(), 10_000)
+            counts = PieceStatistics(scanner.new_statistics()) if counted else None
+            entries = range(1, len(payloads) + 1)
+            for _, rows in scanner.scan(entries, payloads, counts, time.monotonic() + 600):
+                if rows is not None:
+                    collector.add_scanned(rows)
 
         found[title] = spent_us(scan, len(payloads), rounds)
         found[f"{title}, counted before"] = spent_us(

@@ -13,11 +13,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.family_states import FamilyStates
 from support.search_model import registry_of
 from support.search_states import configured
+from tailrace.search.collector import SearchResult
 from tailrace.search.index_files.catalogue import RoutingKeyIndex
 from tailrace.search.index_files.format import FAMILIES
 from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchParameters, bind_search
-from tailrace.search.run import SearchResult
 
 NOON = 1767225600000
 

@@ -22,6 +22,7 @@ from support.search_model import SearchModel, registry_of
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.search.chunks import Chunk, build_columns, join_chunks
+from tailrace.search.collector import SearchResult
 from tailrace.search.columns import build_column_from_values, rows_from_bits
 from tailrace.search.language import SEARCH_DIALECT, Equals, StartsWith, bind_query
 from tailrace.search.matching import Matcher
@@ -35,7 +36,7 @@ from tailrace.search.records import (
 )
 from tailrace.search.requests import SearchParameters, SearchRequest, bind_search
 from tailrace.search.routes import ConcurrencyLimiter
-from tailrace.search.run import Searcher, SearchResult
+from tailrace.search.run import Searcher
 from tailrace.search.scan import build_prefilter
 from tailrace.search.tail_index import TailIndex
 

@@ -27,9 +27,10 @@ from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
 from tailrace.search import collector
+from tailrace.search.collector import SearchResult
 from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchParameters, bind_search
-from tailrace.search.run import Searcher, SearchResult
+from tailrace.search.run import Searcher
 from tailrace.search.tail_index import TailIndex
 from tailrace.storage.segments.model import SegmentInfo
 

@@ -16,6 +16,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
+from tailrace.http.live_transport import SseEventTransport
 from tailrace.log.decide import AppendRequest
 from tailrace.log.model import Stream
 from tailrace.log.reader import Page
@@ -23,7 +24,7 @@ from tailrace.routing.context import Context
 from tailrace.schema import stream_schema
 from tailrace.schema.registry import Registry, RoutingKey, VersionBoundary
 from tailrace.schema.stream_schema import PROMOTED_PAGE_BYTES, StreamSchema, StreamSchemaCache
-from tailrace.server.live import Follower, LiveReaders, SseFollowerTransport
+from tailrace.server.live import Follower, LiveReaders
 
 JSON = "application/json"
 
@@ -116,7 +117,7 @@ def test_streams_that_hold_no_json_are_left_alone(log: LogHarness) -> None:
         kept.validate_append(AppendRequest(b"1", JSON), stream)
 
 
-class Socket(SseFollowerTransport):
+class Socket(SseEventTransport):
     """A connection that only remembers how it ended."""
 
     def __init__(self) -> None:
@@ -151,9 +152,9 @@ def test_a_follower_is_sent_away_from_an_entry_that_cannot_be_shown(log: LogHarn
 
     def follow(after: int) -> Socket:
         socket = Socket()
-        live.admit("sse", stream)
-        stream.live += 1
-        log.call(lambda: Follower(live, stream, after, "", None, 60.0).start(socket))
+        follower = Follower(live, stream, after, "", None, 60.0)
+        live.add(follower)
+        log.call(lambda: follower.start(socket))
         return socket
 
     assert follow(0).ended_with == 1011

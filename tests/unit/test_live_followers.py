@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from tailrace.common.settings import Settings
 from tailrace.log.model import Stream
 from tailrace.log.records import Sealed, Trim
 from tailrace.routing.context import Context
-from tailrace.server.live import Follower, LiveReaders
+from tailrace.server.live import PAGES_PER_SLICE, Follower, LiveReaders, PageScheduler
 
 TEXT = "text/plain"
 
@@ -73,9 +75,8 @@ class Scene:
         self.quick_follower = self.follow(self.quick)
 
     def follow(self, socket: Socket, key: str = "") -> Follower:
-        self.live.admit("sse", self.stream)
         follower = Follower(self.live, self.stream, self.stream.visible, key, None, 60.0)
-        self.stream.live += 1
+        self.live.add(follower)
 
         async def start() -> None:
             follower.start(socket)
@@ -166,9 +167,8 @@ def test_a_follower_that_drains_after_a_deletion_ends(scene: Scene) -> None:
 def test_nothing_that_matches_is_said_at_once(scene: Scene) -> None:
     scene.append(b"a", key=b"other")
     socket = Socket()
-    scene.live.admit("sse", scene.stream)
     follower = Follower(scene.live, scene.stream, 0, "mine", None, 60.0)
-    scene.stream.live += 1
+    scene.live.add(follower)
 
     async def start() -> None:
         follower.start(socket)
@@ -199,3 +199,24 @@ def test_a_follower_that_fails_keeps_nobody_else_from_being_told(scene: Scene) -
     assert scene.quick.sent == ["a", "b"]
     follower.gone()
     last.gone()
+
+
+def test_a_page_that_cannot_be_sent_does_not_stop_the_pages_queued_behind_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sent: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("cannot send")
+
+    async def send_all() -> None:
+        pages = PageScheduler(asyncio.get_running_loop())
+        pages.schedule(fail)
+        for number in range(3 * PAGES_PER_SLICE):
+            pages.schedule(partial(sent.append, number))
+        async with asyncio.timeout(5):
+            await pages.wait()
+
+    asyncio.run(send_all())
+    assert sent == list(range(3 * PAGES_PER_SLICE))
+    assert [record.message for record in caplog.records] == ["live reader failed"]

@@ -19,6 +19,7 @@ from tailrace.search.index_files.file_cache import LoadedContent
 from tailrace.search.index_files.parquet_file import ParquetFile
 from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchParameters, bind_search
+from tailrace.search.scan import Scanner
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +33,11 @@ def uncollected() -> Iterator[None]:
 def test_a_collector_is_gone_with_its_search() -> None:
     view = RecordView(registry_of(None))
     request = bind_search(SearchParameters("id:a", 10, None, None, None), view.config, 1000)
-    collector = HitCollector(view, request, 0, 100)
-    assert collector.scan(1, [payload_of({"id": "a"})], None, time.monotonic() + 60) == 1
+    scanner = Scanner(view, request)
+    collector = HitCollector(view, request, scanner, scanner.new_statistics(), 100)
+    for _, rows in scanner.scan([1], [payload_of({"id": "a"})], None, time.monotonic() + 60):
+        assert rows is not None
+        collector.add_scanned(rows)
     assert len(collector.top.hits) == 1
     left = weakref.ref(collector)
     del collector

@@ -1,15 +1,16 @@
-"""Transports of live readers: server-sent events or WebSocket messages.
+"""Transports of live readers: server-sent events or WebSocket messages, and how they encode an event.
 
-Batches are already encoded, once for all readers with the same encoding.
+Events are encoded once for all readers whose transports have the same form.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from tailrace.http.exchange import ResponseStream
+from tailrace.http.exchange import ResponseStream, chunk
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol import sse
+from tailrace.protocol.websocket_frames import encode_text
 
 
 class LiveTransport(Protocol):
@@ -84,6 +85,47 @@ class WebSocketTransport:
     @property
     def unsent_bytes(self) -> int:
         return 0 if self._connection is None else self._connection.unsent_bytes
+
+
+class EventTransport(LiveTransport, Protocol):
+    """A transport that also encodes; those with the same `form` encode the same bytes."""
+
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes: ...
+
+
+class SseEventTransport(SseTransport):
+    __slots__ = ("_text",)
+
+    def __init__(self, stream: ResponseStream, text: bool) -> None:
+        super().__init__(stream, "sse-text" if text else "sse-base64")
+        self._text = text
+
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes:
+        control = sse.control_event(offset, cursor, up_to_date, closed)
+        if payload is None:
+            return chunk(control)
+        event = sse.text_event(payload, offset) if self._text else sse.base64_event(payload, offset)
+        return chunk(event + control)
+
+
+class WebSocketEventTransport(WebSocketTransport):
+    __slots__ = ("_text",)
+
+    def __init__(self, text: bool) -> None:
+        super().__init__("ws-text" if text else "ws-base64")
+        self._text = text
+
+    def encode(
+        self, payload: bytes | None, offset: str, cursor: str, up_to_date: bool, closed: bool
+    ) -> bytes:
+        control = encode_text(sse.websocket_control(offset, cursor, up_to_date, closed))
+        if payload is None:
+            return control
+        return encode_text(sse.websocket_data(payload, self._text)) + control
 
 
 class LiveReader(Protocol):

@@ -204,12 +204,24 @@ class Stream:
         self.recent_file = 0
         self.batch: CommitBatch | None = None
         self.queued_bytes = 0
-        self.readers: list[LiveReader] | None = None
+        self.readers: list[LiveReader] | None = None  # never empty
         self.live = 0
 
     def bind(self, content_type: str | None) -> None:
         self.content_type = content_type
         self.json = is_json(content_type)
+
+    def add_reader(self, reader: LiveReader) -> None:
+        """Call `on_published` of a reader after each publication, until it is removed."""
+        if self.readers is None:
+            self.readers = [reader]
+        else:
+            self.readers.append(reader)
+
+    def remove_reader(self, reader: LiveReader) -> None:
+        """Remove a reader. The list is replaced, because the publisher may be iterating over it."""
+        if self.readers is not None:
+            self.readers = [other for other in self.readers if other is not reader] or None
 
     @property
     def epoch(self) -> int:

@@ -1,23 +1,23 @@
 """The result of a search in progress: best hits, text statistics, counters and undecided entries.
 
-Everything here computes, on a thread of the search; never two steps of the same search at once.
+Nothing here reads: sources and scans decide, `SearchRun` (run.py) adds what they return.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from tailrace.search.columns import bits_from_rows, rows_from_bits
-from tailrace.search.planner import IndexedRows, RangeStatistics, ScanRange
+from tailrace.search.planner import IndexedRows, PlanPiece, ScanRange
 from tailrace.search.ranking import (
     ClauseMatches,
     Scorer,
     SortValue,
+    Statistics,
     TopHits,
     has_text_clause,
     sort_rank,
@@ -25,7 +25,7 @@ from tailrace.search.ranking import (
 )
 from tailrace.search.records import RecordView, Value
 from tailrace.search.requests import SearchRequest
-from tailrace.search.scan import Payload, ScannedRows, Scanner, ScanStatistics
+from tailrace.search.scan import Payload, PieceStatistics, ScannedRows, Scanner
 
 
 class SearchCounters:
@@ -124,6 +124,111 @@ def count_touched_segments(segments: Sequence[tuple[int, int]], scan_ranges: Seq
     return count
 
 
+class Coverage:
+    """What a search or an aggregate has decided of its snapshot so far, and what that cost."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first = first
+        self.last = last
+        self.counters = SearchCounters()
+        self.scanned: list[ScanRange] = []
+        self.indexed: list[ScanRange] = []  # decided by index files, at least in part
+        self.undecided: list[ScanRange] = []
+        self._primaries: list[tuple[int, int]] = []  # last entry and largest timestamp of each piece
+
+    def add_primary(self, primary: Value | None, last: int) -> None:
+        """Add the largest primary timestamp of a piece that ends with the entry `last`."""
+        if primary is not None:
+            assert isinstance(primary, int)
+            self._primaries.append((last, primary))
+
+    def add_indexed(self, first: int, last: int, families: Iterable[str]) -> None:
+        """Entries were decided by files of these index families."""
+        self.indexed.append(ScanRange(first, last))
+        self.counters.families.update(families)
+
+    def add_scan(self, scan_range: ScanRange, decided: int, sealed: int, seconds: float) -> None:
+        """Count a scan that decided the entries up to `decided`."""
+        if scan_range.first <= sealed:
+            self.counters.scanned_s += seconds
+        else:
+            self.counters.scanned_tail_s += seconds
+            self.counters.scanned_tail_docs += decided - scan_range.first + 1
+
+    def omitted(self, sealed: int, segments: Sequence[tuple[int, int]]) -> OmittedRows:
+        """Count the segments that were read, and the rows that were not decided."""
+        self.counters.scanned_segments = count_touched_segments(segments, self.scanned)
+        self.counters.indexed_segments = count_touched_segments(segments, self.indexed)
+        return count_omitted(self.undecided, sealed, segments)
+
+    @property
+    def through(self) -> int:
+        """The largest entry with no undecided entry at or below it."""
+        return visible_through(self.first, self.last, self.undecided)
+
+    @property
+    def primary_max(self) -> int | None:
+        """The largest primary timestamp of the pieces that end at or below `through`."""
+        through = self.through
+        return max((primary for last, primary in self._primaries if last <= through), default=None)
+
+
+class SearchProgress(Coverage):
+    """All that a search changes while it runs. Only `SearchRun` changes it, never in two steps at once."""
+
+    def __init__(self, first: int, last: int, statistics: Statistics) -> None:
+        super().__init__(first, last)
+        self.statistics = statistics
+        self.rescans: list[ScanRange] = []  # to scan again when the statistics are complete
+        self.timed_out = False
+        self.stopped_early = False
+
+    def leave_undecided(self, pieces: Sequence[PlanPiece]) -> None:
+        """Time is up: these pieces were not decided."""
+        if pieces:
+            self.timed_out = True
+            self.undecided += [ScanRange(piece.first, piece.last) for piece in pieces]
+
+    def add_statistics(self, counted: PieceStatistics, last: int) -> None:
+        """Add the statistics of a piece that ends with the entry `last`."""
+        self.add_primary(counted.primary_max, last)
+        for name, field in counted.statistics.items():
+            self.statistics[name].add(field.documents, field.tokens, field.with_token)
+
+    @property
+    def exact(self) -> bool:
+        return not (self.timed_out or self.undecided or self.stopped_early)
+
+
+class SearchResult(NamedTuple):
+    """Hits and coverage of a search. `hits` has one more than a page if others follow."""
+
+    hits: list[Hit]
+    matches: int
+    exact: bool  # whether `matches` is the total
+    timed_out: bool
+    first: int
+    last: int  # entry of the snapshot
+    through: int  # last entry with no undecided entry at or below it
+    primary_max: int | None
+    omitted: OmittedRows
+    oldest_omitted_ns: int | None
+    counters: SearchCounters
+
+    @property
+    def complete(self) -> bool:
+        return not self.timed_out and not self.omitted.rows
+
+
+def largest_value(source: IndexedRows, name: str, trimmed: int) -> Value | None:
+    """The largest value of a field in the rows of a source behind the entry `trimmed`."""
+    if source.first > trimmed:
+        bounds = source.bounds(name)
+        return None if bounds is None else bounds[1]
+    found = (source.extreme_value(name, row, True) for row in rows_from_bits(source.rows_after(trimmed)))
+    return max((value for value in found if isinstance(value, int)), default=None)
+
+
 # Scanned matches held until the statistics are complete; beyond these, ranges are scanned a second time.
 UNSCORED_MATCHES_MAX = 250_000
 UNSCORED_BYTES_MAX = 16 << 20
@@ -140,77 +245,37 @@ class Hit(NamedTuple):
 
 
 class HitCollector:
-    """Ranks matches and sums up statistics. `trimmed` is the last entry that retention has removed."""
+    """Counts the rows that match, and ranks those that may reach the page."""
 
-    def __init__(self, view: RecordView, request: SearchRequest, trimmed: int, total_exact_max: int) -> None:
-        self.request = request
-        self.counters = SearchCounters()
-        self.scanner = Scanner(view, request)
-        self.matches = 0
-        self._primaries: list[tuple[int, int]] = []  # last entry and largest timestamp of each piece
-        self.undecided: list[ScanRange] = []
-        self._view = view
-        self._trimmed = trimmed
+    def __init__(
+        self,
+        view: RecordView,
+        request: SearchRequest,
+        scanner: Scanner,
+        statistics: Statistics,
+        total_exact_max: int,
+    ) -> None:
+        self._request = request
+        self._config = view.config
+        self._scanner = scanner
         self._total_exact_max = total_exact_max
+        self.matches = 0
         after = None if request.after is None else sort_rank(request.sort, request.after)
         self.top: TopHits[Hit] = TopHits(request.size, after)
         self.scores_text = has_text_clause(request.query)
-        self.statistics = self.scanner.new_statistics()
-        self._scorer = Scorer(view.config, self.statistics)
+        self._scorer = Scorer(view.config, statistics)
         self._waiting: list[tuple[ScannedRows, int]] = []  # scanned rows and which of them match
         self._waiting_rows = self._waiting_bytes = 0
         self._overflowed = False  # more matches than may be held
         self._settled = not (self.scores_text and request.by_score)
 
-    # -- scans -------------------------------------------------------------------------------------------
-
-    def scan(
-        self, first: int, payloads: Sequence[Payload], counts: ScanStatistics | None, deadline: float
-    ) -> int:
-        """Match payloads. Returns how many were decided before the deadline."""
-        begun = time.monotonic()
-        decided = self.scanner.scan(first, payloads, counts, deadline, self._consume_scanned)
-        self.counters.json_parse_s += time.monotonic() - begun
-        return decided
-
-    def verify(self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float) -> int:
-        """Match candidates of an index. Returns how many were decided before the deadline."""
-        begun = time.monotonic()
-        decided = self.scanner.verify(entries, payloads, deadline, self._consume_scanned)
-        self.counters.json_parse_s += time.monotonic() - begun
-        return decided
-
-    def explain(self, hit: Hit, payload: Payload) -> Hit:
-        """The hit with the terms to score, from its record."""
-        return hit._replace(groups=self.scanner.explain_payload(hit.entry, payload), source=None)
-
-    def add_counted(self, counts: ScanStatistics, last: int) -> None:
-        """Add the statistics of a scanned range that was decided up to `last`."""
-        self.add_primary(counts.primary_max, last)
-        for name, field in counts.statistics.items():
-            self.statistics[name].add(field.documents, field.tokens, field.with_token)
-
-    def add_known(self, facts: RangeStatistics, last: int) -> None:
-        """As `add_counted`, for a range whose statistics are cached."""
-        self.add_primary(facts.primary_max, last)
-        facts.add_to(self.statistics)
-
-    def add_primary(self, primary: Value | None, last: int) -> None:
-        if primary is not None:
-            assert isinstance(primary, int)
-            self._primaries.append((last, primary))
-
-    def primary_max(self, through: int) -> int | None:
-        """The largest primary timestamp of the pieces that end at or below an entry."""
-        return max((primary for last, primary in self._primaries if last <= through), default=None)
-
-    def _consume_scanned(self, scanned: ScannedRows) -> None:
+    def add_scanned(self, scanned: ScannedRows) -> None:
         """Rank decoded rows that match, or hold them until the statistics are complete."""
         if self._overflowed and not self._settled:
             return
-        rows = scanned.match(self.request.query)
+        rows = scanned.match(self._request.query)
         if self._settled or not rows:
-            self._add_best(scanned, rows)
+            self.add(scanned, rows)
         else:
             self._waiting.append((scanned, rows))
             self._waiting_rows += rows.bit_count()
@@ -223,46 +288,15 @@ class HitCollector:
             self._overflowed = True
         return self._overflowed and not self._settled
 
-    def settle_statistics(self) -> None:
+    def settle_statistics(self, statistics: Statistics) -> None:
         """All statistics have been added: scores computed from here on are final."""
-        self._scorer = Scorer(self._view.config, self.statistics)
+        self._scorer = Scorer(self._config, statistics)
         self._settled = True
         waiting, self._waiting = self._waiting, []
         for scanned, rows in waiting:
-            self._add_best(scanned, rows)
+            self.add(scanned, rows)
 
-    # -- indexed sources ---------------------------------------------------------------------------------
-
-    def add_statistics_of(self, sources: Sequence[IndexedRows]) -> None:
-        """Add the text statistics and the largest timestamps of sources."""
-        begun = time.monotonic()
-        primary = self._view.primary
-        for source in sources:
-            source.add_statistics(self.statistics, self._trimmed)
-            if primary is None:
-                continue
-            if source.first > self._trimmed:
-                bounds = source.bounds(primary)
-                self.add_primary(None if bounds is None else bounds[1], source.last)
-            else:
-                for row in rows_from_bits(source.rows_after(self._trimmed)):
-                    self.add_primary(source.extreme_value(primary, row, True), source.last)
-        self.counters.fts_clause_estimate_s += time.monotonic() - begun
-
-    def add_chunk(self, source: IndexedRows) -> None:
-        """Match and rank all rows of a chunk."""
-        rows = source.match(self.request.query)
-        if source.first <= self._trimmed:
-            rows &= source.rows_after(self._trimmed)
-        self.counters.scanned_tail_docs += rows.bit_count()
-        self.add_matches(source, rows)
-
-    def add_matches(self, source: IndexedRows, rows: int) -> None:
-        """Rank the rows of a source that match."""
-        self.counters.candidates += rows.bit_count()
-        self._add_best(source, rows)
-
-    def _add_best(self, source: IndexedRows, rows: int) -> None:
+    def add(self, source: IndexedRows, rows: int) -> None:
         """Count rows that match, and rank those that may reach the page.
 
         In blocks that grow: the first fills the page, whose worst hit then excludes most other rows.
@@ -272,7 +306,7 @@ class HitCollector:
         while rows := self.may_rank(source, rows):
             listed = rows_from_bits(rows)
             # Newest rows first in a descending order: timestamps mostly grow, offsets always do.
-            some = listed[-block:][::-1] if self.request.sort[0].descending else listed[:block]
+            some = listed[-block:][::-1] if self._request.sort[0].descending else listed[:block]
             if not self._offer_rows(source, some):
                 return
             rows &= ~bits_from_rows(some, rows.bit_length())
@@ -280,7 +314,7 @@ class HitCollector:
 
     def _offer_rows(self, source: IndexedRows, rows: Sequence[int]) -> bool:
         """Rank some rows. Returns whether later rows can still reach the page."""
-        request = self.request
+        request = self._request
         scores: Mapping[int, float] = {}
         if self.scores_text and request.by_score:
             scores = source.scores(request.query, bits_from_rows(rows, max(rows) + 1), self._scorer)
@@ -293,7 +327,7 @@ class HitCollector:
 
     def _may_score(self, source: IndexedRows, rows: int) -> int:
         """The rows whose score may reach the page; among equal scores the next sort key decides."""
-        query, worst = self.request.query, self.top.hits[-1]
+        query, worst = self._request.query, self.top.hits[-1]
         rows = source.rows_scoring_at_least(query, rows, self._scorer, worst.score)
         if not rows:
             return 0
@@ -306,11 +340,11 @@ class HitCollector:
     def _behind(self, values: list[SortValue]) -> bool:
         """Whether a row, in the order of offsets, comes behind the page: then all later rows do."""
         worst = self.top.worst
-        return worst is not None and sort_rank(self.request.sort, values) >= worst
+        return worst is not None and sort_rank(self._request.sort, values) >= worst
 
     def _sort_values(self, source: IndexedRows, row: int, score: float) -> list[SortValue]:
         values: list[SortValue] = []
-        for key in self.request.sort:
+        for key in self._request.sort:
             if key.kind == "offset":
                 values.append(source.entries[row])
             elif key.kind == "score":
@@ -323,14 +357,14 @@ class HitCollector:
         """The rows that may reach the page, judged by the first one or two sort keys."""
         if not rows or not self.top.full:
             return rows
-        key = self.request.sort[0]
+        key = self._request.sort[0]
         if key.kind == "score" and key.descending and self.scores_text:
             return self._may_score(source, rows)
         return self._may_rank_by(0, source, rows)
 
     def _may_rank_by(self, place: int, source: IndexedRows, rows: int) -> int:
         """As `may_rank`, by one sort key where the keys before it are equal. A missing value is greatest."""
-        key, worst = self.request.sort[place], self.top.hits[-1].values[place]
+        key, worst = self._request.sort[place], self.top.hits[-1].values[place]
         if key.kind == "score" or worst is None:
             return rows & source.rows_without(key.name) if worst is None and key.descending else rows
         if key.kind == "offset":
@@ -344,8 +378,8 @@ class HitCollector:
     # -- the page ----------------------------------------------------------------------------------------
 
     def _offer(self, hit: Hit) -> None:
-        sort = self.request.sort
-        if self.request.by_score:
+        sort = self._request.sort
+        if self._request.by_score:
             pairs = zip(sort, hit.values, strict=True)
             hit = hit._replace(values=[hit.score if key.kind == "score" else value for key, value in pairs])
         place = sort_rank(sort, hit.values)
@@ -353,7 +387,7 @@ class HitCollector:
             return
         if isinstance(hit.source, ScannedRows):
             # Without the source, so that the rows decoded with it can be freed.
-            groups = [] if self.request.by_score else self.scanner.explain(hit.source, hit.row)
+            groups = [] if self._request.by_score else self._scanner.explain(hit.source, hit.row)
             hit = hit._replace(groups=groups, source=None)
         self.top.add(place, hit)
 
@@ -363,24 +397,26 @@ class HitCollector:
 
         Never so with text clauses: their scores depend on the statistics of all rows.
         """
-        in_order = self.request.sort[0].kind == "offset" and not self.scores_text
+        in_order = self._request.sort[0].kind == "offset" and not self.scores_text
         return in_order and self.top.full and self.matches >= self._total_exact_max
 
     @property
     def scores_at_end(self) -> bool:
         """Whether scores do not decide the order, and are computed for the hits of the page only."""
-        return self.scores_text and not self.request.by_score
+        return self.scores_text and not self._request.by_score
 
-    def hits(self) -> list[Hit]:
+    def explain(self, hit: Hit, payload: Payload) -> Hit:
+        """The hit with the terms to score, from its record."""
+        return hit._replace(groups=self._scanner.explain_payload(hit.entry, payload), source=None)
+
+    def hits(self, statistics: Statistics) -> list[Hit]:
         """The best hits in order, one more than a page if others follow."""
-        self.counters.peak_hits = self.top.peak
-        self.counters.decoded += self.scanner.decoded
         if not self.scores_at_end:
             return self.top.hits
-        scorer = Scorer(self._view.config, self.statistics)
+        scorer = Scorer(self._config, statistics)
         return [hit._replace(score=self._score(hit, scorer)) for hit in self.top.hits]
 
     def _score(self, hit: Hit, scorer: Scorer) -> float:
         if hit.source is None:
             return scorer.score(hit.groups)
-        return hit.source.scores(self.request.query, 1 << hit.row, scorer)[hit.row]
+        return hit.source.scores(self._request.query, 1 << hit.row, scorer)[hit.row]

@@ -12,10 +12,9 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
 from tailrace.schema.json_values import ABSENT, parse_pointer, resolve_pointer
-from tailrace.search.collector import Hit
+from tailrace.search.collector import Hit, SearchResult
 from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchRequest
-from tailrace.search.run import SearchResult
 
 TIMESTAMP_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the last that RFC 3339 can express
 

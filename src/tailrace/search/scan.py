@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -113,9 +113,6 @@ class ScannedRows(Chunk):
     """Rows that were decoded for one search."""
 
 
-ScanCallback = Callable[[ScannedRows], None]
-
-
 def query_fields(query: BoundQuery) -> set[str]:
     match query:
         case All(clauses) | AnyOf(clauses) | Anywhere(clauses):
@@ -127,11 +124,7 @@ def query_fields(query: BoundQuery) -> set[str]:
 
 
 class Scanner:
-    """Decodes and matches payloads for one search.
-
-    The consumer of rows is an argument of each call: an attribute would make a reference cycle with the
-    collector, which would hold the files of its hits open until the next garbage collection.
-    """
+    """Decodes the payloads that may match a search, and builds columns of them."""
 
     def __init__(self, view: RecordView, request: SearchRequest) -> None:
         self._view = view
@@ -163,30 +156,28 @@ class Scanner:
 
     def scan(
         self,
-        first: int,
+        entries: Sequence[int],
         payloads: Sequence[Payload],
-        counts: ScanStatistics | None,
+        counts: PieceStatistics | None,
         deadline: float,
-        consume: ScanCallback,
-    ) -> int:
-        """Match payloads of consecutive entries. Returns how many before the deadline.
+    ) -> Iterator[tuple[int, ScannedRows | None]]:
+        """Decode payloads in batches. Yields how many are done, and the rows of a batch that may match.
 
-        Without `counts` only matches are needed, and the prefilter may skip rows.
+        Ends early at the deadline. With `counts` all rows are decoded, and their statistics added to it.
         """
-        entries = range(first, first + len(payloads))
         if counts is None:
-            return self.verify(entries, payloads, deadline, consume)
+            yield from self._scan_candidates(entries, payloads, deadline)
+            return
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
-                return begin
+                return
             members = self._count_decoder.all_members(entries[begin:end], payloads[begin:end])
             chunk = self._chunk(self._count_decoder, entries[begin:end], members)
             chunk.add_statistics(counts.statistics, 0)
             self._add_bounds(members, counts)
-            consume(chunk)
-        return len(payloads)
+            yield end, chunk
 
-    def _add_bounds(self, members: Sequence[Any], counts: ScanStatistics) -> None:
+    def _add_bounds(self, members: Sequence[Any], counts: PieceStatistics) -> None:
         primary = self._view.primary
         get = None if primary is None else self._count_decoder.gets[primary]
         if primary is not None and get is not None:
@@ -194,23 +185,20 @@ class Scanner:
             if bounds is not None:
                 counts.add_bounds(bounds)
 
-    def verify(
-        self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float, consume: ScanCallback
-    ) -> int:
-        """Match payloads without counting statistics. Returns how many before the deadline."""
+    def _scan_candidates(
+        self, entries: Sequence[int], payloads: Sequence[Payload], deadline: float
+    ) -> Iterator[tuple[int, ScannedRows | None]]:
+        """As `scan`, without the rows that the prefilter excludes."""
         for begin, end in _batches(payloads):
             if begin and time.monotonic() >= deadline:
-                return begin
+                return
             rows = self._may_match(entries[begin:end], payloads[begin:end])
-            if rows:
-                numbers, some = (
-                    [entries[begin + row] for row in rows],
-                    [payloads[begin + row] for row in rows],
-                )
-                consume(
-                    self._chunk(self._match_decoder, numbers, self._match_decoder.all_members(numbers, some))
-                )
-        return len(payloads)
+            if not rows:
+                yield end, None
+                continue
+            numbers = [entries[begin + row] for row in rows]
+            members = self._match_decoder.all_members(numbers, [payloads[begin + row] for row in rows])
+            yield end, self._chunk(self._match_decoder, numbers, members)
 
     def explain_payload(self, entry: int, payload: Payload) -> list[ClauseMatches]:
         """The terms to score in a matching record."""
@@ -261,14 +249,15 @@ def value_bounds(field: Field, found: list[object]) -> tuple[Value, Value] | Non
     return (terms[0], terms[len(terms) - 1]) if len(terms) else None
 
 
-class ScanStatistics:
-    """Statistics over all rows of a scan range, matching or not."""
+class PieceStatistics:
+    """Statistics over all rows of a scan range or a span, matching or not."""
 
     __slots__ = ("primary_max", "primary_min", "statistics")
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Statistics, primary_max: Value | None = None) -> None:
+        assert primary_max is None or isinstance(primary_max, int)
         self.statistics = statistics
-        self.primary_max: int | None = None
+        self.primary_max = primary_max
         self.primary_min: int | None = None
 
     def add_bounds(self, bounds: tuple[Value, Value]) -> None:

@@ -1,17 +1,16 @@
 """The part of a search that uses index files: opens the files of spans, and decides their rows.
 
-Spans are decided in small batches. Files are opened on the event loop and read on a thread. Spans whose files
-cannot be used, and rows that the files cannot decide, are returned to the search, which decodes their
-records.
+Files are opened on the event loop and read on a thread. Nothing of the search is changed here: each span has
+a `SpanResult`, which the search adds to its progress. A file that turns out to be damaged while it is read
+leaves nothing half added: the span is then decoded.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tailrace.search.collector import HitCollector
+from tailrace.search.collector import largest_value
 from tailrace.search.columns import rows_from_bits
 from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.search.index_files.file_cache import OpenedFile, UnusableFileError
@@ -23,37 +22,47 @@ from tailrace.search.index_files.spans import FileSelection, IndexSpan, UsableFi
 from tailrace.search.language import Clause, Equals
 from tailrace.search.matching import RowMatches, match_rows
 from tailrace.search.planner import CANDIDATE_SHARE_MAX, IndexedRows
+from tailrace.search.ranking import FieldStatistics, Statistics, has_text_clause, scored_tokens
 from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchRequest
+from tailrace.search.scan import PieceStatistics
+
+MayRank = Callable[[IndexedRows, int], int]  # the rows of a source that may reach the page
+
+NO_STATISTICS = PieceStatistics({})
 
 
-class UndecidedSpan(NamedTuple):
-    """A span that is not decided yet."""
+class SpanResult(NamedTuple):
+    """What the index files of a span decide."""
 
     span: IndexSpan
-    candidates: list[int] | None  # entries to decode; None for all of the span
-    counted: bool  # whether its statistics were added
+    statistics: PieceStatistics | None  # None if a scan has to count them
+    source: SpanSource | None = None  # None if the files cannot be used
+    rows: int = 0  # of the source, which match for certain
+    candidates: Sequence[int] | None = None  # entries to decode; None for the whole span
+
+
+class OpenedSpans(NamedTuple):
+    """Spans with their files: None for a source that cannot be used."""
+
+    opened: list[tuple[IndexSpan, SpanSource | None]]
+    excluded: list[tuple[IndexSpan, str]]  # without a match, and the index family that says so
 
 
 class SpanSearch:
-    """The spans of one search."""
+    """The spans of one search. `trimmed` is the last entry that retention has removed."""
 
     def __init__(
-        self,
-        catalogue: IndexCatalogue,
-        view: RecordView,
-        request: SearchRequest,
-        collector: HitCollector,
-        trimmed: int,
+        self, catalogue: IndexCatalogue, view: RecordView, request: SearchRequest, trimmed: int
     ) -> None:
         self._catalogue = catalogue
         self._view = view
         self._request = request
-        self._collector = collector
         self._trimmed = trimmed
         columns = [key.name for key in request.sort if key.kind not in ("score", "offset")]
-        self._scored = tuple(collector.scanner.scored_tokens) if collector.scores_text else ()
-        self._selection = FileSelection(view, request.query, columns, self._scored)
+        self._scored = scored_tokens(request.query) if has_text_clause(request.query) else {}
+        self._by_score = has_text_clause(request.query) and request.by_score
+        self._selection = FileSelection(view, request.query, columns, tuple(self._scored))
         self._columns = columns
         self._scores_from_postings = can_score_from_postings(request.query)
         self._clauses = tuple(dict.fromkeys(query_clauses(request.query)))
@@ -62,8 +71,7 @@ class SpanSearch:
         }
         self._lacking: dict[tuple[Clause, str], bool] = {}  # by file, which may cover many spans
         self._files: dict[int, dict[str, UsableFile]] = {}  # by the first entry of a span
-        self._statistics: dict[str, bool] = {}  # by split: whether its statistics were added
-        self.used: list[IndexSpan] = []  # spans decided by index files, at least in part
+        self._counted_splits: dict[str, bool] = {}  # by key: whether its statistics could be read
 
     def usable(self, spans: Iterable[IndexSpan]) -> list[IndexSpan]:
         """The spans whose files help this search."""
@@ -102,35 +110,29 @@ class SpanSearch:
         """Whether all files of a span are open already."""
         return self._catalogue.are_open(self._files[span.first])
 
-    async def open(self, spans: Sequence[IndexSpan]) -> list[tuple[IndexSpan, SpanSource | None]]:
-        """Open the files of spans: None for a source that cannot be used.
-
-        Spans that are decided without opening files, or by filters in memory, are left out.
-        """
-        begun = time.monotonic()
-        opened: list[tuple[IndexSpan, SpanSource | None]] = []
+    async def open(self, spans: Sequence[IndexSpan]) -> OpenedSpans:
+        """Open the files of spans, except where timestamps or filters in memory show that no row matches."""
+        found = OpenedSpans([], [])
         for span in spans:
-            if self._is_ruled_out(span):
+            if self._is_outside_times(span):
+                found.excluded.append((span, COL))
                 continue
             files = self._files[span.first]
-            found = await self._catalogue.open_all(files)
-            if self._excluded_by_filters(span, found):
+            opened = await self._catalogue.open_all(files)
+            if self._lacks_values(span, opened):
+                found.excluded.append((span, EXACT))
                 continue
-            source = SpanSource(span, self._view.config, found) if len(found) == len(files) else None
+            source = SpanSource(span, self._view.config, opened) if len(opened) == len(files) else None
             usable = source is not None and all(map(source.has_column, self._columns))
-            opened.append((span, source if usable else None))
-        self._collector.counters.fts_section_get_s += time.monotonic() - begun
-        return opened
+            found.opened.append((span, source if usable else None))
+        return found
 
-    def _is_ruled_out(self, span: IndexSpan) -> bool:
-        """Whether no row of a span can match, judged by its timestamps; the span is then decided."""
-        if self._scored or span.first <= self._trimmed or not self._selection.rules_out(span):
-            return False
-        self._mark_decided(span, COL)
-        return True
+    def _is_outside_times(self, span: IndexSpan) -> bool:
+        """Whether no row of a span can match, judged by its timestamps."""
+        return not self._scored and span.first > self._trimmed and self._selection.rules_out(span)
 
-    def _excluded_by_filters(self, span: IndexSpan, found: Mapping[str, OpenedFile]) -> bool:
-        """Whether filters in memory exclude all records of a span; the span is then decided."""
+    def _lacks_values(self, span: IndexSpan, opened: Mapping[str, OpenedFile]) -> bool:
+        """Whether no row of a span can match, judged by filters in memory."""
         is_known = self._view.primary is None or span.primary is not None
         if self._scored or not self._values or span.first <= self._trimmed or not is_known:
             return False
@@ -140,128 +142,103 @@ class SpanSearch:
                 return None
             key = (clause, served.published.key)
             if key not in self._lacking:
-                file = found.get(served.published.key)
+                file = opened.get(served.published.key)
                 self._lacking[key] = isinstance(file, ExactFile) and file.lacks(
                     clause.field, self._values[clause]
                 )
             return RowMatches(0, 0) if self._lacking[key] else None
 
-        if match_rows(self._request.query, 1, decide).possible:
-            return False
-        self._mark_decided(span, EXACT)
-        return True
+        return not match_rows(self._request.query, 1, decide).possible
 
-    def _mark_decided(self, span: IndexSpan, family: str) -> None:
-        """Count a span in which no row matches as decided."""
-        if span.primary is not None:
-            self._collector.add_primary(span.primary[1], span.last)
-        self._collector.counters.families.add(family)
-        self.used.append(span)
-
-    def can_explain(self, source: IndexedRows) -> bool:
-        """Whether a source can score its rows without their records."""
-        return not isinstance(source, SpanSource)
+    def needs_record(self, source: IndexedRows) -> bool:
+        """Whether a hit of the source can be scored alone only with its record."""
+        return isinstance(source, SpanSource)
 
     # -- on a thread ---------------------------------------------------------------------------------------
 
-    def count(self, opened: Sequence[tuple[IndexSpan, SpanSource | None]]) -> list[IndexSpan]:
-        """Add the statistics of sources. Returns the spans that must be scanned for theirs."""
-        return [span for span, source in opened if not self._add_counted(span, source)]
+    def count(self, span: IndexSpan, source: SpanSource | None) -> PieceStatistics | None:
+        """The statistics of a span; None if a scan has to count them.
 
-    def _add_counted(self, span: IndexSpan, source: SpanSource | None) -> bool:
-        """Add the statistics of a span. If that succeeds, a scan must not count them again."""
+        Those of a split that covers several spans are in the result of the first one that is counted.
+        """
         split = self._split_of(span) if self._scored else None
+        statistics: Statistics = {}
         if split is not None:
             key = split.published.key
-            if key not in self._statistics:
-                self._statistics[key] = source is not None and self._add_statistics(source)
-            if not self._statistics[key]:
-                return False
+            if key not in self._counted_splits:
+                found = None if source is None else self._split_statistics(source)
+                self._counted_splits[key] = found is not None
+                statistics = found or {}
+            if not self._counted_splits[key]:
+                return None
+        primary = self._view.primary
         try:
             if source is not None:
-                self._collector.add_statistics_of([source])
-                return True
+                most = None if primary is None else largest_value(source, primary, self._trimmed)
+                return PieceStatistics(statistics, most)
         except UnusableFileError:
             pass
-        if split is not None and span.primary is not None:
-            self._collector.add_primary(span.primary[1], span.last)
-        return split is not None
+        if split is None:
+            return None
+        return PieceStatistics(statistics, None if span.primary is None else span.primary[1])
 
-    def _add_statistics(self, source: SpanSource) -> bool:
-        """Add the statistics of a whole split, which may cover several spans: all or nothing."""
+    def _split_statistics(self, source: SpanSource) -> Statistics | None:
+        """The statistics of a whole split; None if they cannot be read."""
+        found: Statistics = {}
         try:
-            found = {
-                name: source.text_statistics(name, tokens)
-                for name, tokens in self._collector.scanner.scored_tokens.items()
-            }
+            for name, tokens in self._scored.items():
+                found[name] = FieldStatistics(sorted(tokens))
+                found[name].add(*source.text_statistics(name, tokens))
         except UnusableFileError:
-            return False
-        for name, counted in found.items():
-            self._collector.statistics[name].add(*counted)
-        return True
+            return None
+        return found
 
     def decide(
-        self, opened: Sequence[tuple[IndexSpan, SpanSource | None]], deadline: float, *, counts: bool
-    ) -> tuple[list[UndecidedSpan], list[IndexSpan]]:
-        """Decide sources. Returns what has to be decoded, and the spans that were not reached.
+        self, span: IndexSpan, source: SpanSource | None, may_rank: MayRank, *, counts: bool
+    ) -> SpanResult:
+        """Decide a span. `counts` if its statistics have not been added yet."""
+        statistics = self.count(span, source) if counts else NO_STATISTICS
+        if source is None or statistics is None:
+            return SpanResult(span, statistics)
+        try:
+            rows, candidates = self._match(source, may_rank)
+        except UnusableFileError:
+            return SpanResult(span, statistics)
+        return SpanResult(span, statistics, source, rows, candidates)
 
-        Spans are not reached at the deadline, or when the page is full and the total large enough.
-        """
-        left: list[UndecidedSpan] = []
-        begun = time.monotonic()
-        for index, (span, source) in enumerate(opened):
-            if time.monotonic() >= deadline or (counts and self._collector.has_enough):
-                return left, [span for span, _ in opened[index:]]
-            counted = self._add_counted(span, source) if counts else True
-            if source is None or not counted:
-                left.append(UndecidedSpan(span, None, counted))
-                continue
-            try:
-                candidates = self._add_certain(source)
-            except UnusableFileError:
-                left.append(UndecidedSpan(span, None, True))
-                continue
-            self.used.append(span)
-            self._collector.counters.families |= source.families
-            if candidates is None or candidates:
-                left.append(UndecidedSpan(span, candidates, True))
-        self._collector.counters.indexed_s += time.monotonic() - begun
-        return left, []
+    def _match(self, source: SpanSource, may_rank: MayRank) -> tuple[int, list[int] | None]:
+        """The rows that match for certain, and the entries to decode.
 
-    def _add_certain(self, source: SpanSource) -> list[int] | None:
-        """Add the rows that match for certain. Returns the entries to decode.
-
-        None if there are so many that the whole span is better decoded; then nothing is added.
+        No rows and None if there are so many candidates that the whole span is better decoded.
         """
         matches = source.match_rows(self._request.query)
         if source.first <= self._trimmed:
             visible = source.rows_after(self._trimmed)
             matches = matches._replace(certain=matches.certain & visible, possible=matches.possible & visible)
         if not matches.possible:
-            return []
-        by_score = self._collector.scores_text and self._request.by_score
+            return 0, []
         certain = matches.certain
-        if by_score and not (self._scores_from_postings and source.decides_all(self._clauses)):
+        if self._by_score and not (self._scores_from_postings and source.decides_all(self._clauses)):
             certain = 0
-        elif by_score and certain:
+        elif self._by_score and certain:
             certain &= ~rows_needing_records(source, self._request.query)
         doubtful = matches.possible & ~certain
         if doubtful.bit_count() > max(source.rows.count * CANDIDATE_SHARE_MAX, 1):
-            return None
+            return 0, None
         if certain:
-            # All reads that may fail come first: a scan would count rows already added again.
-            self._preload(source, certain)
-            self._collector.add_matches(source, certain)
-        self._collector.counters.candidates += doubtful.bit_count()
-        return [source.entries[row] for row in rows_from_bits(doubtful)]
+            self._preload(source, certain, may_rank)
+        return certain, [source.entries[row] for row in rows_from_bits(doubtful)]
 
-    def _preload(self, source: SpanSource, rows: int) -> None:
-        """Read everything that adding the rows needs; columns only if a row may reach the page."""
-        if self._collector.scores_text and self._request.by_score:
-            for name, tokens in self._collector.scanner.scored_tokens.items():
+    def _preload(self, source: SpanSource, rows: int, may_rank: MayRank) -> None:
+        """Read everything that ranking the rows needs; columns only if a row may reach the page.
+
+        A file that is damaged is found here, before any of its rows is added.
+        """
+        if self._by_score:
+            for name, tokens in self._scored.items():
                 source.text_lengths(name)
                 for token in tokens:
                     source.token_rows(name, token)
-        if self._columns and self._collector.may_rank(source, rows):
+        if self._columns and may_rank(source, rows):
             for name in self._columns:
                 source.column(name)

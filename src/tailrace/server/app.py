@@ -179,10 +179,8 @@ class TailraceApp:
 
     def end_live(self) -> None:
         """Shutdown: end all live connections and waits."""
-        self.reads.end_waits()
-        self.details.end_waits()
-        self.touch.end_all()
         self.live.end_all()
+        self.touch.end_all()
         if self.watch is not None:
             self.watch.close_live()
         if self.hub is not None:
@@ -192,8 +190,7 @@ class TailraceApp:
 
     def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
         """Close connections whose credentials are no longer valid, and return how many."""
-        closed = self.live.recheck(is_valid) + self.reads.recheck(is_valid)
-        closed += self.details.recheck(is_valid) + self.touch.recheck(is_valid)
+        closed = self.live.recheck(is_valid) + self.touch.recheck(is_valid)
         if self.watch is not None:
             closed += self.watch.recheck(is_valid)
         if self.hub is not None:
@@ -203,7 +200,6 @@ class TailraceApp:
     def recheck_hub(self) -> None:
         """The hub's rules changed: close connections that may no longer read their hub stream."""
         self.live.recheck_hub()
-        self.reads.recheck_hub()
 
     # -- routing ---------------------------------------------------------------------------------------
 

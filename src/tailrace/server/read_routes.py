@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tailrace.auth import Action, Identity, authorise, invalid_token_error, is_hub_stream
+from tailrace.auth import Action, Identity, authorise
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
@@ -37,7 +37,7 @@ from tailrace.routing.context import Context
 from tailrace.routing.request_headers import parse_page_limit
 from tailrace.schema.registry import Registry
 from tailrace.search.filtered_reads import FilteredReads, FilterScan
-from tailrace.server.live import LiveReaders, LongPoll, ReadRequest
+from tailrace.server.live import LiveReaders, ReadRequest
 
 ARROW_CONTENT_TYPE = b"Content-Type: application/vnd.apache.arrow.stream\r\n"
 ARROW_PAGE_BYTES_MAX = 4 * 1024 * 1024
@@ -152,7 +152,7 @@ class ReadRoutes:
         elif request.mode == "ws":
             self._live.open_ws(exchange, request, identity)
         elif request.mode == "long-poll" and request.start >= request.stream.visible:
-            LongPoll(self, exchange, request).begin()
+            self._live.open_long_poll(exchange, request, self)
         elif request.at_now and not request.mode and request.fmt != "arrow":
             self._respond_at_tail(exchange, request)
         else:
@@ -466,38 +466,10 @@ class ReadRoutes:
             return
         waited_ms = int((self._context.loop.time() - exchange.started) * 1000)
         try:
-            LongPoll(self, exchange, request._replace(wait_ms=max(0, request.wait_ms - waited_ms))).begin()
+            request = request._replace(wait_ms=max(0, request.wait_ms - waited_ms))
+            self._live.open_long_poll(exchange, request, self)
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
-
-    def end_waits(self) -> None:
-        """Shutdown: respond to waiting long-polls as after a timeout, and their clients reconnect."""
-        for poll in self._waiting():
-            poll.close()
-
-    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
-        """End long-polls whose credentials are no longer valid, and return how many."""
-        lost = [poll for poll in self._waiting() if not is_valid(poll.identity)]
-        for poll in lost:
-            poll.refuse(invalid_token_error("the token was revoked"))
-        return len(lost)
-
-    def recheck_hub(self) -> None:
-        """The hub's rules changed: end long-polls that may no longer read their hub stream."""
-        for poll in self._waiting():
-            if is_hub_stream(poll.stream.name):
-                try:
-                    authorise(poll.identity, Action.READ_STREAM, stream=poll.stream.name)
-                except TailraceError as refusal:
-                    poll.refuse(refusal)
-
-    def _waiting(self) -> list[LongPoll]:
-        return [
-            reader
-            for stream in self._log.streams.by_number.values()
-            for reader in stream.readers or ()
-            if isinstance(reader, LongPoll)
-        ]
 
     def respond_empty(self, exchange: Exchange, request: ReadRequest, position: int) -> None:
         stream = request.stream
@@ -517,22 +489,6 @@ class ReadRoutes:
             )
             head += wait_limit_lines(parse_query(exchange.query), self._limits.long_poll_max_ms)
         exchange.respond(204, head)
-
-    def record_wait(self, exchange: Exchange) -> None:
-        if self._context.settings.server_timing:
-            responses.add_phase(exchange, "wait", time.monotonic() - exchange.started)
-
-    def live_opened(self, stream: Stream) -> None:
-        self._live.admit("long-poll", stream)
-        stream.live += 1
-
-    def live_ended(self, stream: Stream) -> None:
-        self._live.release("long-poll", stream)
-        stream.live -= 1
-        self._log.touch(stream)
-
-    def call_later(self, wait_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._context.loop.call_later(wait_ms / 1000, callback)
 
     def next_match(self, request: ReadRequest, position: int) -> Page | MissingBlock | None:
         """The next entry that a long-poll waits for, or an empty page; None if it cannot be read at once."""

@@ -10,12 +10,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import orjson
 import xxhash
 
-from tailrace.auth import Action, Identity, authorise, invalid_token_error
+from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
@@ -37,7 +37,7 @@ from tailrace.server.index_status import (
     observability_pair,
     read_documents,
 )
-from tailrace.server.live import LiveReaders
+from tailrace.server.live import LiveConnection, LiveReaders
 from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.object_store.request_stats import UploadedHead
 from tailrace.storage.sealing import SealingService
@@ -205,7 +205,6 @@ class DetailsRoutes:
         self._context = context
         self._log = context.log
         self._live = live
-        self._waits: set[DetailsWait] = set()
         self.requests_of: Callable[[Stream], ObjectRequests] = lambda _: {}
         self.head_of: Callable[[Stream], UploadedHead | None] = lambda _: None
         self.is_in_conflict: Callable[[Stream], bool] = lambda _: False
@@ -275,9 +274,8 @@ class DetailsRoutes:
         elif live in ("", "false", "0") or not timeout_ms:
             self.respond_unchanged(exchange, tag)
         else:
-            self._live.admit("long-poll", stream)
-            wait = DetailsWait(self, exchange, identity, stream, kind, tag)
-            self._waits.add(wait)
+            wait = DetailsWait(self, self._live, exchange, identity, stream, kind, tag)
+            self._live.add(wait)
             wait.begin(self._context.loop.call_later(timeout_ms / 1000, wait.close))
 
     # -- used by waits -----------------------------------------------------------------------------------
@@ -298,22 +296,6 @@ class DetailsRoutes:
         """Nothing changed until the timeout."""
         limit = wait_limit_lines(parse_query(exchange.query), self._context.limits.details_max_wait_ms)
         self.respond_unchanged(exchange, tag, limit)
-
-    def forget(self, wait: DetailsWait, stream: Stream) -> None:
-        self._waits.discard(wait)
-        self._live.release("long-poll", stream)
-
-    def end_waits(self) -> None:
-        """Shutdown: respond to waiting requests as after a timeout."""
-        for wait in tuple(self._waits):
-            wait.close()
-
-    def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
-        """End waits whose credentials are no longer valid, and return how many."""
-        lost = [wait for wait in self._waits if not is_valid(wait.identity)]
-        for wait in lost:
-            wait.refuse(invalid_token_error("the token was revoked"))
-        return len(lost)
 
     # -- internal --------------------------------------------------------------------------------------
 
@@ -344,24 +326,26 @@ class DetailsRoutes:
         return ManifestStatus(generation, recorded_ns, indexed=indexed, conflict=conflict)
 
 
-class DetailsWait:
+class DetailsWait(LiveConnection):
     """A request that waits in `stream.readers` for a change, with a timeout."""
 
-    __slots__ = ("_exchange", "_kind", "_routes", "_stream", "_tag", "_timer", "identity")
+    renews_ttl: ClassVar[bool] = False
+    __slots__ = ("_exchange", "_kind", "_live", "_routes", "_tag", "_timer")
 
     def __init__(
         self,
         routes: DetailsRoutes,
+        live: LiveReaders,
         exchange: Exchange,
         identity: Identity,
         stream: Stream,
         kind: DetailsKind,
         tag: str,
     ) -> None:
+        super().__init__("long-poll", stream, identity)
         self._routes = routes
+        self._live = live
         self._exchange = exchange
-        self.identity = identity
-        self._stream = stream
         self._kind: DetailsKind = kind
         self._tag = tag
         self._timer: asyncio.TimerHandle | None = None
@@ -369,8 +353,7 @@ class DetailsWait:
     def begin(self, timer: asyncio.TimerHandle) -> None:
         self._timer = timer
         self._exchange.on_gone = self._leave
-        readers = self._stream.readers
-        self._stream.readers = [self] if readers is None else [*readers, self]
+        self.stream.add_reader(self)
 
     def on_published(self, stream: Stream) -> None:
         if stream.removed or stream.gone:
@@ -392,9 +375,8 @@ class DetailsWait:
             return
         self._timer.cancel()
         self._timer = None
-        readers = self._stream.readers or ()
-        self._stream.readers = [other for other in readers if other is not self] or None
-        self._routes.forget(self, self._stream)
+        self.stream.remove_reader(self)
+        self._live.remove(self)
 
 
 async def _no_index(_: Stream) -> None:

@@ -55,7 +55,7 @@ class TouchFeed:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._past: asyncio.Task[None] | None = None
-        stream.readers = [*(stream.readers or ()), self]
+        stream.add_reader(self)
 
     def on_published(self, stream: Stream) -> None:
         """Read new entries together, once per coalescing window."""
@@ -77,8 +77,7 @@ class TouchFeed:
         for task in (self._task, self._past):
             if task is not None:
                 task.cancel()
-        readers = self.stream.readers or ()
-        self.stream.readers = [other for other in readers if other is not self] or None
+        self.stream.remove_reader(self)
 
     async def catch_up(self) -> None:
         """Read all visible entries, and wake the waits that they touch."""

@@ -5,12 +5,11 @@ The event loop reads, threads compute.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import orjson
 
@@ -39,7 +38,7 @@ from tailrace.search.aggregates.rollup_ranges import (
     span_chunks,
 )
 from tailrace.search.chunks import Chunk
-from tailrace.search.collector import SearchCounters, count_omitted, count_touched_segments, visible_through
+from tailrace.search.collector import Coverage, SearchResult
 from tailrace.search.index_files.file_cache import OpenedFile, UnusableFileError
 from tailrace.search.index_files.format import AGG, COL, MBLK
 from tailrace.search.index_files.spans import IndexSpan
@@ -47,8 +46,7 @@ from tailrace.search.planner import ScanRange, plan_pieces, split_scan_ranges
 from tailrace.search.records import RecordView
 from tailrace.search.requests import AggregateRequest
 from tailrace.search.response import build_coverage
-from tailrace.search.run import READ_BYTES, Searcher, SearchResult
-from tailrace.storage.segments.model import SegmentInfo
+from tailrace.search.run import RangeReader, Searcher
 
 if TYPE_CHECKING:
     from tailrace.search.aggregates.array_states import ArrayStates
@@ -76,9 +74,6 @@ COVERAGE_FIELDS = (
 
 FILES_OPENED_AT_ONCE = 16  # rollup files or spans that one aggregate holds open
 RANGES_CACHED_MAX = 8192  # scan ranges, about 200 bytes each
-
-R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 
 class ScannedTimes(NamedTuple):
@@ -147,15 +142,10 @@ class _AggregateRun:
         self._view = view
         self._request = request
         self._deadline = deadline
-        self._first = stream.earliest + 1
-        self._last = stream.visible
+        self._coverage = Coverage(stream.earliest + 1, stream.visible)
         self._groups = Groups(view, request)
         self._part = self._part_of(request)
-        self._counters = SearchCounters()
-        self._primaries: list[tuple[int, int]] = []  # last entry and largest timestamp of each piece
-        self._undecided: list[ScanRange] = []
-        self._scanned: list[ScanRange] = []
-        self._indexed: list[ScanRange] = []
+        self._counters = self._coverage.counters
         self._used_rollups = False
         self._spans: Sequence[IndexSpan] = ()
         self._wanted = required_columns(view, request) if columns_and_blocks_suffice(request) else None
@@ -177,9 +167,9 @@ class _AggregateRun:
         built, covered = await self._built_ranges()
         chunks: Sequence[Chunk] = ()
         if columns_suffice(self._request):
-            chunks = await self._searcher.tail.chunks(self._stream, self._view, self._last, covered)
-        begin = chunks[0].first if chunks else self._last + 1
-        at = self._first
+            chunks = await self._searcher.tail.chunks(self._stream, self._view, self._coverage.last, covered)
+        begin = chunks[0].first if chunks else self._coverage.last + 1
+        at = self._coverage.first
         built = [one for one in built if one.last < begin]
         for place in range(0, len(built), FILES_OPENED_AT_ONCE):
             some = built[place : place + FILES_OPENED_AT_ONCE]
@@ -188,12 +178,16 @@ class _AggregateRun:
                 at = one.last + 1
             await self._add_built(some)
         await self._add_rows(at, begin - 1, self._part)
-        for piece in plan_pieces(begin, self._last, chunks, self._searcher.scan_rows, newest_first=False):
+        for piece in plan_pieces(
+            begin, self._coverage.last, chunks, self._searcher.scan_rows, newest_first=False
+        ):
             self._check_deadline()
             if isinstance(piece, Chunk):
                 begun = time.monotonic()
-                self._counters.scanned_tail_docs += await self._on_thread(self._part.columns.add, piece)
-                self._see_primary(self._part.columns.primary_max(piece), piece.last)
+                self._counters.scanned_tail_docs += await self._searcher.on_thread(
+                    self._part.columns.add, piece
+                )
+                self._coverage.add_primary(self._part.columns.primary_max(piece), piece.last)
                 self._counters.scanned_tail_s += time.monotonic() - begun
             else:
                 assert isinstance(piece, ScanRange)
@@ -208,7 +202,7 @@ class _AggregateRun:
             return [], None
         self._spans = await catalogue.spans(self._stream, self._view)
         rollups = await catalogue.rollups(self._stream, self._view)
-        after, last = self._stream.earliest, self._last
+        after, last = self._stream.earliest, self._coverage.last
         built = select_rollup_ranges(rollups, self._spans, self._request, self._view, after, last)
         return built, catalogue.covered_through(self._stream)
 
@@ -219,7 +213,7 @@ class _AggregateRun:
         assert catalogue is not None
         begun = time.monotonic()
         opened = await catalogue.open_all({one.served.published.key: one.served for one in built})
-        added = await self._on_thread(
+        added = await self._searcher.on_thread(
             self._add_files, [opened.get(one.served.published.key) for one in built]
         )
         self._counters.indexed_s += time.monotonic() - begun
@@ -229,9 +223,8 @@ class _AggregateRun:
                 continue
             states, left = found
             self._used_rollups = self._used_rollups or bool(states)
-            self._counters.families.add(AGG)
-            self._indexed.append(ScanRange(one.first, one.last))
-            self._see_primary(one.primary_max, one.last)
+            self._coverage.add_indexed(one.first, one.last, (AGG,))
+            self._coverage.add_primary(one.primary_max, one.last)
             for window in left:
                 part = self._part_of(request._replace(from_ms=window.from_ms, to_ms=window.to_ms))
                 await self._add_rows(one.first, one.last, part)
@@ -299,7 +292,7 @@ class _AggregateRun:
                 opened.append((span, found))
         begun = time.monotonic()
         if opened:
-            for span, primary in await self._on_thread(self._add_opened, opened, part):
+            for span, primary in await self._searcher.on_thread(self._add_opened, opened, part):
                 self._see_span(span, primary)
                 added[span.first] = True
         self._counters.indexed_s += time.monotonic() - begun
@@ -307,9 +300,8 @@ class _AggregateRun:
 
     def _see_span(self, span: IndexSpan, primary: int | None) -> None:
         """Count a span that was added, or has nothing to add."""
-        self._see_primary(primary, span.last)
-        self._counters.families.update((COL, MBLK) if self._blocks else (COL,))
-        self._indexed.append(ScanRange(span.first, span.last))
+        self._coverage.add_primary(primary, span.last)
+        self._coverage.add_indexed(span.first, span.last, (COL, MBLK) if self._blocks else (COL,))
 
     def _add_opened(
         self, opened: Sequence[tuple[IndexSpan, Mapping[str, OpenedFile]]], part: _TimePart
@@ -356,19 +348,15 @@ class _AggregateRun:
 
     # -- scans -------------------------------------------------------------------------------------------
 
-    def _see_primary(self, primary: int | None, last: int) -> None:
-        if primary is not None:
-            self._primaries.append((last, primary))
-
     async def _scan(self, scan_range: ScanRange, part: _TimePart) -> None:
         if not self._searcher.scanning_enabled:
-            self._undecided.append(scan_range)
+            self._coverage.undecided.append(scan_range)
             return
         number, field = self._stream.number, self._request.timestamp_field
         known = self._aggregator.find(number, scan_range.first, field, self._view)
         whole = scan_range.is_whole(self._searcher.scan_rows)
         if whole and known is not None and not part.reaches(known.times):
-            self._see_primary(known.primary_max, scan_range.last)
+            self._coverage.add_primary(known.primary_max, scan_range.last)
             return
         scanned = await self._scan_rows(scan_range, part)
         if whole and scanned is not None:
@@ -376,52 +364,42 @@ class _AggregateRun:
 
     async def _scan_rows(self, scan_range: ScanRange, part: _TimePart) -> ScannedTimes | None:
         """Scan a range. Returns its timestamp bounds; None if not every row was read."""
-        counters, after, begun = self._counters, scan_range.first - 1, time.monotonic()
+        coverage, begun = self._coverage, time.monotonic()
         times: list[int] = []
         primaries: list[int] = []
-        whole = True
-        self._scanned.append(scan_range)
-        while after < scan_range.last:
+        count = 0
+        coverage.scanned.append(scan_range)
+        pages = RangeReader(self._searcher.reader, self._stream, scan_range.first, scan_range.last)
+        while True:
             try:
-                async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
-                    page = await self._searcher.reader.read(
-                        self._stream, after, READ_BYTES, scan_range.last - after, apart=True
-                    )
+                page = await pages.next_page(self._deadline)
             except TimeoutError:
                 raise aggregate_timeout() from None
-            except TailraceError as refusal:
-                whole = False
-                if refusal.code == "offset_gone" and self._stream.earliest > after:
-                    after = min(self._stream.earliest, scan_range.last)  # removed by retention
-                    continue
-                self._undecided.append(ScanRange(after + 1, scan_range.last))
+            except TailraceError:
+                coverage.undecided.append(ScanRange(pages.after + 1, scan_range.last))
                 break
-            found = await self._on_thread(part.scanner.scan, after + 1, page.parts, self._deadline)
+            if page is None:
+                break
+            found = await self._searcher.on_thread(
+                part.scanner.scan, page.entries()[0], page.parts, self._deadline
+            )
             if found.decided < len(page.parts):
                 raise aggregate_timeout()
-            after += found.decided
-            self._see_primary(found.primary_max, after)
+            count += found.decided
+            coverage.add_primary(found.primary_max, pages.after)
             times += found.times or ()
             primaries += () if found.primary_max is None else (found.primary_max,)
-        if scan_range.first <= self._stream.sealed:
-            counters.scanned_s += time.monotonic() - begun
-        else:
-            counters.scanned_tail_s += time.monotonic() - begun
-            counters.scanned_tail_docs += after - scan_range.first + 1
-        if not whole:
+        coverage.add_scan(scan_range, pages.after, self._stream.sealed, time.monotonic() - begun)
+        if count < scan_range.last - scan_range.first + 1:
             return None
         span = (min(times), max(times)) if times else None
         return ScannedTimes(self._view, span, max(primaries, default=None))
 
-    async def _on_thread(self, work: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._searcher.threads, work, *arguments)
-
     # -- response ----------------------------------------------------------------------------------------
 
     async def body(self) -> bytes:
-        coverage = await self._coverage()
-        return await self._on_thread(self._body, coverage)
+        coverage = await self._coverage_body()
+        return await self._searcher.on_thread(self._body, coverage)
 
     def _body(self, coverage: dict[str, object]) -> bytes:
         request = self._request
@@ -451,33 +429,23 @@ class _AggregateRun:
         ]
         return [orjson.dumps(buckets)]
 
-    async def _coverage(self) -> dict[str, object]:
-        undecided = self._undecided
-        segments: Sequence[SegmentInfo] = ()
-        if self._stream.sealed and (self._scanned or undecided or self._indexed):
-            segments = await self._searcher.segments(self._stream)
-        ranges = [(info.first, info.last) for info in segments]
-        self._counters.scanned_segments = count_touched_segments(ranges, self._scanned)
-        self._counters.indexed_segments = count_touched_segments(ranges, self._indexed)
-        left = count_omitted(undecided, self._stream.sealed, ranges)
-        through = visible_through(self._first, self._last, undecided)
-        oldest_ns = None
-        if left.oldest is not None:
-            oldest_ns = next((i.first_ns for i in segments if i.first <= left.oldest <= i.last), None)
-        outcome = SearchResult(
+    async def _coverage_body(self) -> dict[str, object]:
+        found = self._coverage
+        omitted, oldest_ns = await self._searcher.omitted_rows(self._stream, found)
+        result = SearchResult(
             hits=[],
             matches=0,
-            exact=not undecided,
+            exact=not found.undecided,
             timed_out=False,
-            first=self._first,
-            last=self._last,
-            through=through,
-            primary_max=max((at for last, at in self._primaries if last <= through), default=None),
-            omitted=left,
+            first=found.first,
+            last=found.last,
+            through=found.through,
+            primary_max=found.primary_max,
+            omitted=omitted,
             oldest_omitted_ns=oldest_ns,
-            counters=self._counters,
+            counters=found.counters,
         )
-        coverage = build_coverage(outcome, self._stream)
+        coverage = build_coverage(result, self._stream)
         return {**{name: coverage[name] for name in COVERAGE_FIELDS}, "used_rollups": self._used_rollups}
 
 

@@ -87,7 +87,7 @@ class DeliveryReader:
 
     async def _run(self, stream: Stream) -> None:
         at = stream.visible
-        stream.readers = [*(stream.readers or ()), self]
+        stream.add_reader(self)
         try:
             while not stream.gone:
                 self._published.clear()
@@ -96,8 +96,7 @@ class DeliveryReader:
                 else:
                     await self._published.wait()
         finally:
-            others = [one for one in stream.readers or () if one is not self]
-            stream.readers = others or None
+            stream.remove_reader(self)
 
     async def _page(self, stream: Stream, at: int) -> int:
         try:

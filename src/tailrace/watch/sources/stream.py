@@ -102,7 +102,7 @@ class LocalOriginStream:
         self._published = asyncio.Event()
         self.incarnation = f"{stream.number}"
         self.offset = stream.offset
-        stream.readers = [*(stream.readers or ()), self]
+        stream.add_reader(self)
 
     @property
     def earliest(self) -> int:
@@ -129,8 +129,7 @@ class LocalOriginStream:
         self._published.clear()
 
     def close(self) -> None:
-        others = [one for one in self._stream.readers or () if one is not self]
-        self._stream.readers = others or None
+        self._stream.remove_reader(self)
 
 
 class StreamConnector(SourceRunner):
