@@ -51,6 +51,7 @@ def blocking_iterator(
         steps = operation(self.operations, *args, **kwargs)
         while (items := self.transport.run(next_items(steps))) is not None:
             yield from items
+            del items  # or two pages would be in memory while the next one is decoded
 
     return present_as(method, operation, "Iterator[{}]")
 
@@ -78,6 +79,7 @@ def awaiting_iterator(
         while (items := await self.transport.run(next_items(steps))) is not None:
             for item in items:
                 yield item
+            del items
 
     return present_as(method, operation, "AsyncIterator[{}]")
 
