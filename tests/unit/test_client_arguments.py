@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import pydoc
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, assert_type
 
 import pytest
 
 from support.steps import Stage, answer
-from tailrace.client import Client, ClientError, Retries
+from tailrace.client import (
+    AppendResult,
+    AsyncClient,
+    AsyncFollow,
+    AsyncStream,
+    Client,
+    ClientError,
+    Follow,
+    Page,
+    Retries,
+    Stream,
+    StreamInfo,
+)
+from tailrace.client.hub import AsyncHub, Hub, Message
 from tailrace.client.operations import StreamOperations
 from tailrace.client.producer import BatchSequencer, ProducerOptions
 from tailrace.client.transport import BrokenConnectionError
@@ -92,8 +107,8 @@ def operations() -> StreamOperations:
         lambda: operations().close(),
         lambda: operations().head(),
         lambda: operations().delete(),
-        lambda: operations().read(offset=None),
-        lambda: operations().create(content_type=None, lifetime={}, closed=False, body=None),
+        lambda: operations().read(),
+        lambda: operations().create(),
     ],
 )
 @pytest.mark.parametrize("reply", [refused(409), BrokenConnectionError("refused", sent=False)])
@@ -112,7 +127,7 @@ def test_a_failed_batch_names_its_stream() -> None:
 
 
 def test_a_failed_fork_names_the_stream_that_was_to_be_made() -> None:
-    steps = operations().fork("draft", offset=None, sub_offset=None, closed=False, body=None, lifetime={})
+    steps = operations().fork("draft")
     with pytest.raises(ClientError) as raised:
         Stage(refused(409)).run(steps)
     assert raised.value.stream == "draft"
@@ -122,3 +137,75 @@ def test_an_error_that_is_about_no_stream_names_none() -> None:
     error = ClientError("overloaded", "too many", status=429)
     assert error.stream is None
     assert str(error) == "too many (overloaded, HTTP 429)"
+
+
+# -- signatures ----------------------------------------------------------------------------------------------
+
+PAIRS = [(Client, AsyncClient), (Stream, AsyncStream), (Follow, AsyncFollow), (Hub, AsyncHub)]
+METHODS = [
+    pytest.param(sync, asynchronous, name, id=f"{sync.__name__}.{name}")
+    for sync, asynchronous in PAIRS
+    for name, member in vars(sync).items()
+    if inspect.isfunction(member) and not name.startswith("_") and hasattr(asynchronous, name)
+]
+
+
+@pytest.mark.parametrize(("sync", "asynchronous", "name"), METHODS)
+def test_a_method_of_both_clients_has_one_signature_and_docstring(
+    sync: type, asynchronous: type, name: str
+) -> None:
+    blocking, awaiting = getattr(sync, name), getattr(asynchronous, name)
+    blocking_signature, awaiting_signature = inspect.signature(blocking), inspect.signature(awaiting)
+    assert list(blocking_signature.parameters.values()) == list(awaiting_signature.parameters.values())
+    assert not any(p.kind is p.VAR_POSITIONAL for p in blocking_signature.parameters.values())
+    assert blocking.__doc__ == awaiting.__doc__
+    result = str(awaiting_signature.return_annotation)
+    assert blocking_signature.return_annotation == result.removeprefix("Async")
+
+
+SIGNATURES = [
+    (
+        Stream.append,
+        """(self, data: 'model.Data', *, key: 'str | None' = None, seq: 'str | None' = None,
+        timestamp: 'wire.Time | None' = None, close: 'bool' = False) -> 'AppendResult'""",
+    ),
+    (
+        AsyncStream.pages,
+        """(self, offset: 'str | None' = None, **options: 'Unpack[wire.ReadOptions]')
+        -> 'AsyncIterator[Page]'""",
+    ),
+    (
+        Stream.follow,
+        """(self, offset: 'str' = '-1', *, mode: 'Mode' = 'long-poll', give_up_s: 'float | None' = None,
+        **options: 'Unpack[wire.ReadOptions]') -> 'Follow'""",
+    ),
+    (Hub.next_message, "(self, timeout_s: 'float | None' = None) -> 'Message | None'"),
+]
+
+
+@pytest.mark.parametrize(("method", "signature"), SIGNATURES)
+def test_help_shows_the_signature_of_a_method(method: Callable[..., Any], signature: str) -> None:
+    expected = method.__name__ + " ".join(signature.split())
+    assert expected in pydoc.plain(pydoc.render_doc(method))
+
+
+def test_async_methods_are_coroutine_functions() -> None:
+    assert inspect.iscoroutinefunction(AsyncStream.append)
+    assert not inspect.iscoroutinefunction(Stream.append)
+    assert inspect.isasyncgenfunction(AsyncStream.entries)
+
+
+if TYPE_CHECKING:
+
+    async def _types_that_a_checker_derives(sync: Stream, asynchronous: AsyncStream, hub: Hub) -> None:
+        assert_type(sync.append(1, key="k"), AppendResult)
+        assert_type(sync.create(ttl=1), StreamInfo)
+        assert_type(sync.pages(key="k"), Iterator[Page])
+        assert_type(sync.follow(mode="sse"), Follow)
+        assert_type(await asynchronous.append_many([1]), AppendResult | None)
+        assert_type(asynchronous.pages(), AsyncIterator[Page])
+        assert_type(asynchronous.follow(), AsyncFollow)
+        assert_type(hub.next_message(1.0), Message | None)
+        sync.append(1, unknown=1)  # pyright: ignore[reportCallIssue]
+        sync.create(ttl=1.5)  # pyright: ignore[reportArgumentType]
+        hub.send(1, "type")  # pyright: ignore[reportArgumentType]

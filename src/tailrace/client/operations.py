@@ -1,21 +1,36 @@
-"""Operations on a stream, as steps that the sync and the async client run."""
+"""The operations of the stream client, as steps that the sync and the async client run.
+
+`methods.py` makes the methods of both clients from them, with these signatures and docstrings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Unpack
+from typing import Any, TypeVar, Unpack
 
 from tailrace.client import model, wire
 from tailrace.client.errors import ClientError, check_integer
+from tailrace.client.follow import Follower, Mode
 from tailrace.client.model import AppendResult, Page, StreamDescriptor, StreamInfo
-from tailrace.client.transport import Backoff, ExchangeResult, Retries, Steps, exchange, with_stream_name
+from tailrace.client.transport import (
+    Backoff,
+    ExchangeResult,
+    Items,
+    ItemSteps,
+    Retries,
+    Steps,
+    exchange,
+    with_stream_name,
+)
 
 # `append_many` splits its requests here: far below the server's 64 MiB, but large enough to make them rare.
 BATCH_BYTES_MAX = 1024 * 1024
 BATCH_COUNT_MAX = 10_000
 
 _NOTHING = object()
+
+T = TypeVar("T")
 
 
 class StreamOperations:
@@ -34,32 +49,53 @@ class StreamOperations:
     def _exchange(self, request: wire.HttpRequest) -> Steps[ExchangeResult]:
         return exchange(request, Backoff(self.retries))
 
-    @with_stream_name
     def create(
         self,
         *,
+        content_type: str | None = None,
+        closed: bool = False,
+        body: model.Data = None,
+        **lifetime: Unpack[wire.Lifetime],
+    ) -> Steps[StreamInfo]:
+        """Create the stream, or confirm that it exists with this configuration (`created` is False then)."""
+        return self.put(content_type, lifetime, closed=closed, body=body)
+
+    @with_stream_name
+    def fork(
+        self,
+        target: str,
+        *,
+        offset: str | None = None,
+        sub_offset: int | None = None,
+        closed: bool = False,
+        body: model.Data = None,
+        **lifetime: Unpack[wire.Lifetime],
+    ) -> Steps[StreamOperations]:
+        """Create `target` as a stream that begins with this one up to `offset` (by default, all of it)."""
+        fork = wire.ForkPoint(source=self.name, offset=offset, sub_offset=sub_offset)
+        operations = StreamOperations(target, self.retries)
+        content_type = None if body is None else self.content_type
+        yield from operations.put(content_type, lifetime, closed=closed, body=body, fork=fork)
+        return operations
+
+    @with_stream_name
+    def put(
+        self,
         content_type: str | None,
         lifetime: wire.Lifetime,
+        *,
         closed: bool,
         body: model.Data,
-        key: str | None = None,
-        timestamp: wire.Time | None = None,
         fork: wire.ForkPoint | None = None,
     ) -> Steps[StreamInfo]:
+        """Create the stream, empty or as a fork."""
         content_type = content_type or self.content_type
         payload = b""
         if body is not None:
             content_type = content_type or model.implied_type(body)
             payload = model.encode_body(body, content_type or wire.OCTETS_TYPE)
         request = wire.create(
-            self.name,
-            content_type=content_type,
-            lifetime=lifetime,
-            closed=closed,
-            body=payload,
-            key=key,
-            timestamp=timestamp,
-            fork=fork,
+            self.name, content_type=content_type, lifetime=lifetime, closed=closed, body=payload, fork=fork
         )
         outcome = yield from self._exchange(request)
         wire.check_status(outcome.response, 200, 201)
@@ -70,35 +106,15 @@ class StreamOperations:
         return info
 
     @with_stream_name
-    def fork(
-        self,
-        target: str,
-        *,
-        offset: str | None,
-        sub_offset: int | None,
-        closed: bool,
-        body: model.Data,
-        lifetime: wire.Lifetime,
-    ) -> Steps[StreamOperations]:
-        """Create the target; returns its operations."""
-        operations = StreamOperations(target, self.retries)
-        yield from operations.create(
-            content_type=None if body is None else self.content_type,
-            lifetime=lifetime,
-            closed=closed,
-            body=body,
-            fork=wire.ForkPoint(source=self.name, offset=offset, sub_offset=sub_offset),
-        )
-        return operations
-
-    @with_stream_name
     def head(self) -> Steps[StreamInfo]:
+        """The configuration and the tail of the stream."""
         outcome = yield from self._exchange(wire.head(self.name))
         wire.check_head(self.name, outcome.response)
         return wire.parse_info(self.name, outcome.response)
 
     @with_stream_name
     def delete(self) -> Steps[None]:
+        """Delete the stream with its content."""
         outcome = yield from self._exchange(wire.delete(self.name))
         if outcome.maybe_applied and outcome.response.status in (404, 410):
             # An earlier attempt whose response was lost has deleted it.
@@ -115,6 +131,10 @@ class StreamOperations:
         timestamp: wire.Time | None = None,
         close: bool = False,
     ) -> Steps[AppendResult]:
+        """Append; on a JSON stream a list is a batch. Returns after the commit.
+
+        An append with an unknown outcome is not sent again: the error has `outcome_unknown` set.
+        """
         content_type = yield from self.type_for(data)
         body = model.encode_body(data, content_type)
         return (
@@ -125,6 +145,7 @@ class StreamOperations:
 
     @with_stream_name
     def close(self) -> Steps[AppendResult]:
+        """Close the stream permanently. Closing it again is allowed."""
         return (yield from self._append(b"", content_type=None, close=True))
 
     @with_stream_name
@@ -135,10 +156,10 @@ class StreamOperations:
         key: str | None = None,
         timestamp: wire.Time | None = None,
     ) -> Steps[AppendResult | None]:
-        """Append several items in as few requests as possible; the result of the last one, None if no items.
+        """Append several items, in as few requests as possible on a JSON stream.
 
-        An error has in `extra["appended"]` how many items had been committed before it; an error of the
-        iterable itself has it in a note.
+        Returns the result of the last request, None without items. An error has in `extra["appended"]` how
+        many items had been committed before it; an error of the iterable itself has it in a note.
         """
         result: AppendResult | None = None
         appended = 0
@@ -196,61 +217,73 @@ class StreamOperations:
         return info.content_type
 
     @with_stream_name
-    def read(self, *, offset: str | None, **options: Unpack[wire.ReadOptions]) -> Steps[Page]:
+    def read(self, offset: str | None = None, **options: Unpack[wire.ReadOptions]) -> Steps[Page]:
+        """One page from the offset on; without an offset from the start.
+
+        `key` selects entries by routing key, `since` those from a time on, `filter` those that match.
+        """
         outcome = yield from self._exchange(wire.read(self.name, offset=offset, **options))
         wire.check_status(outcome.response, 200)
         return wire.parse_page(outcome.response)
 
+    def pages(self, offset: str | None = None, **options: Unpack[wire.ReadOptions]) -> ItemSteps[Page]:
+        """The pages with content up to the tail."""
+        return self._pages(offset, options, lambda page: (page,))
 
-class PageReader:
-    """Pages from a position up to the tail, one `advance` each."""
+    def entries(self, offset: str | None = None, **options: Unpack[wire.ReadOptions]) -> ItemSteps[Any]:
+        """The decoded messages up to the tail; on a byte stream, the bytes of each page."""
+        return self._pages(offset, options, lambda page: page.entries)
 
-    __slots__ = ("_done", "_offset", "_operations", "_options")
-
-    def __init__(
-        self, operations: StreamOperations, *, offset: str | None, options: wire.ReadOptions
-    ) -> None:
-        self._operations = operations
-        self._offset = offset
-        self._options = options
-        self._done = False
-
-    def advance(self) -> Steps[Page | None]:
-        """The next page, or None when the tail has been reached."""
-        while not self._done:
-            page = yield from self._operations.read(offset=self._offset, **self._options)
-            self._offset = page.next_offset
-            self._options = wire.continued_options(self._options)
-            self._done = page.up_to_date
+    def _pages(
+        self, offset: str | None, options: wire.ReadOptions, items_of: Callable[[Page], Iterable[T]]
+    ) -> ItemSteps[T]:
+        while True:
+            page = yield from self.read(offset, **options)
             if not page.is_empty:
-                return page
-        return None
+                yield Items(items_of(page))
+            if page.up_to_date:
+                return
+            offset, options = page.next_offset, wire.continued_options(options)
 
+    def follow(
+        self,
+        offset: str = "-1",
+        *,
+        mode: Mode = "long-poll",
+        give_up_s: float | None = None,
+        **options: Unpack[wire.ReadOptions],
+    ) -> Follower:
+        """Live pages, until the stream is closed.
 
-class StreamLister:
-    """The list of streams, one page of names per `advance`."""
-
-    __slots__ = ("_after", "_done", "_limit", "_prefix", "_retries", "_system")
-
-    def __init__(self, retries: Retries, *, prefix: str, after: str, limit: int, system: bool) -> None:
-        check_integer("page_size", limit, least=1)
-        self._retries = retries
-        self._prefix = prefix
-        self._after = after
-        self._limit = limit
-        self._system = system
-        self._done = False
-
-    def advance(self) -> Steps[list[StreamDescriptor] | None]:
-        if self._done:
-            return None
-        request = wire.list_streams(
-            prefix=self._prefix, after=self._after, limit=self._limit, system=self._system
+        `offset` is `-1` (the start), `now`, or the `next_offset` of the last processed page. Broken
+        connections are resumed, with `give_up_s` only for that long. Nothing is sent before the first page is
+        requested. A `filter` requires the mode `long-poll`.
+        """
+        return Follower(
+            self.name, offset=offset, mode=mode, options=options, give_up_s=give_up_s, retries=self.retries
         )
-        outcome = yield from exchange(request, Backoff(self._retries))
-        wire.check_status(outcome.response, 200)
-        rows, more = wire.parse_list(outcome.response)
-        self._done = not more or not rows
-        if rows:
-            self._after = rows[-1].name
-        return rows
+
+
+class ServerOperations:
+    """The operations of a server that do not concern one stream."""
+
+    __slots__ = ("retries",)
+
+    def __init__(self, retries: Retries) -> None:
+        self.retries = retries
+
+    def streams(
+        self, prefix: str = "", *, after: str = "", page_size: int = 100, system: bool = False
+    ) -> ItemSteps[StreamDescriptor]:
+        """All streams whose name starts with the prefix, in byte order, page by page as needed."""
+        check_integer("page_size", page_size, least=1)
+        more = True
+        while more:
+            request = wire.list_streams(prefix=prefix, after=after, limit=page_size, system=system)
+            outcome = yield from exchange(request, Backoff(self.retries))
+            wire.check_status(outcome.response, 200)
+            rows, more = wire.parse_list(outcome.response)
+            if not rows:
+                return
+            yield Items(rows)
+            after = rows[-1].name

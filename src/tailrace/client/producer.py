@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypedDict, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar
 
 import msgspec
 
@@ -37,7 +37,15 @@ from tailrace.client.errors import (
 from tailrace.client.follow import ATTEMPTS_UNLIMITED
 from tailrace.client.model import AppendResult, is_json
 from tailrace.client.operations import StreamOperations
-from tailrace.client.transport import Backoff, ExchangeResult, Steps, exchange, with_stream_name
+from tailrace.client.transport import (
+    AsyncTransport,
+    Backoff,
+    ExchangeResult,
+    Steps,
+    SyncTransport,
+    exchange,
+    with_stream_name,
+)
 
 Ticket = TypeVar("Ticket")
 
@@ -310,37 +318,17 @@ def _epoch(response: wire.HttpResponse) -> int | None:
     return wire.parse_number(response.headers.get("producer-epoch"))
 
 
-def check_parts(parts: list[bytes], key: str | None) -> None:
-    """Reject when queued what would otherwise fail the producer when its batch is sent."""
-    if not parts:
-        raise ValueError("data must not be an empty list")
-    if key is not None:
-        wire.header_value("Stream-Key", key)
+class ProducerState(Generic[Ticket]):
+    """What both producers share: the queue, the sequencer, and how the producer ended. Never waits."""
 
-
-T = TypeVar("T")
-
-
-class StepRunner(Protocol):
-    def run(self, steps: Steps[T]) -> T: ...
-
-
-class Producer:
-    """Appends in batches, each exactly once, in order. Can be shared between threads.
-
-    The first permanent failure ends the producer: what was queued after it is not sent, and every later call
-    raises it.
-    """
-
-    def __init__(self, transport: StepRunner, operations: StreamOperations, options: ProducerOptions) -> None:
-        self._transport = transport
+    def __init__(
+        self, operations: StreamOperations, options: ProducerOptions, new_ticket: Callable[[], Ticket]
+    ) -> None:
         self._sequencer = BatchSequencer(operations, options)
-        self._batcher: ProducerBatcher[Future[AppendResult]] = ProducerBatcher(options, _new_future)
-        self._changed = threading.Condition()
+        self._batcher = ProducerBatcher(options, new_ticket)
         self._content_type: str | None = None
         self._failure: BaseException | None = None
         self._closing = False
-        self._thread: threading.Thread | None = None
 
     @property
     def producer_id(self) -> str:
@@ -351,14 +339,64 @@ class Producer:
         """The current epoch; final once the first batch is committed."""
         return self._sequencer.epoch
 
+    def _encode(self, data: model.Data, key: str | None) -> list[bytes]:
+        """The parts to queue. Rejects what would otherwise fail the producer when its batch is sent."""
+        assert self._content_type is not None, "the type is known before the first part is encoded"
+        parts = model.encode_parts(data, self._content_type)
+        if not parts:
+            raise ValueError("data must not be an empty list")
+        if key is not None:
+            wire.header_value("Stream-Key", key)
+        return parts
+
+    def _has_room(self, part: bytes) -> bool:
+        self._check_usable()
+        return self._batcher.has_room(len(part))
+
+    def _is_settled(self, number: int) -> bool:
+        """Whether the batch with this number is finished, or the producer has failed."""
+        return self._failure is not None or self._batcher.settled >= number
+
+    def _record_failure(self, batch: ProducerBatch[Ticket], error: BaseException) -> list[Ticket]:
+        """End the producer with an error; returns the tickets of all batches that fail with it."""
+        self._failure = error
+        self._batcher.settle(batch)
+        return [batch.ticket, *self._batcher.drop_all()]
+
+    def _check_usable(self) -> None:
+        self._raise_failure()
+        if self._closing:
+            raise RuntimeError("the producer is closed")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class Producer(ProducerState[Future[AppendResult]]):
+    """Appends in batches, each exactly once, in order. Can be shared between threads.
+
+    The first permanent failure ends the producer: what was queued after it is not sent, and every later call
+    raises it.
+    """
+
+    def __init__(
+        self, transport: SyncTransport, operations: StreamOperations, options: ProducerOptions
+    ) -> None:
+        super().__init__(operations, options, _new_future)
+        self._transport = transport
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
     def append(self, data: model.Data, *, key: str | None = None) -> Future[AppendResult]:
         """Queue data; on a JSON stream a list is several messages. Blocks while the producer is full.
 
         The future is done when the last batch of the data is committed. Waiting for it is optional: `flush`
         and `close` raise any failure.
         """
-        parts = model.encode_parts(data, self._type_for(data))
-        check_parts(parts, key)
+        if self._content_type is None:
+            self._content_type = self._transport.run(self._sequencer.content_type_for(data))
+        parts = self._encode(data, key)
         with self._changed:
             for part in parts[:-1]:
                 self._queue(part, key)
@@ -375,7 +413,7 @@ class Producer:
         with self._changed:
             last = self._batcher.flush()
             self._changed.notify_all()
-            while self._failure is None and self._batcher.settled < last:
+            while not self._is_settled(last):
                 self._changed.wait()
             self._raise_failure()
 
@@ -392,10 +430,9 @@ class Producer:
         The close has this producer's id, epoch and next number: it takes effect once, after everything queued
         before it, and a replaced producer cannot do it. `data` is committed with it.
         """
-        parts: list[bytes] = []
-        if data is not None:
-            parts = model.encode_parts(data, self._type_for(data))
-            check_parts(parts, key)
+        if data is not None and self._content_type is None:
+            self._content_type = self._transport.run(self._sequencer.content_type_for(data))
+        parts = [] if data is None else self._encode(data, key)
         with self._changed:
             self._check_usable()
         self._end()
@@ -414,30 +451,14 @@ class Producer:
             # Queued data is still sent; the caller's own error is the one to raise.
             self._end()
 
-    def _type_for(self, data: model.Data) -> str:
-        if self._content_type is None:
-            self._content_type = self._transport.run(self._sequencer.content_type_for(data))
-        return self._content_type
-
     def _queue(self, part: bytes, key: str | None) -> Future[AppendResult]:
-        self._check_usable()
-        while not self._batcher.has_room(len(part)):
+        while not self._has_room(part):
             self._changed.notify_all()
             self._changed.wait()
-            self._check_usable()
         if self._thread is None:
             self._thread = threading.Thread(target=self._deliver_all, name="tailrace-producer", daemon=True)
             self._thread.start()
         return self._batcher.add(part, key, time.monotonic())
-
-    def _check_usable(self) -> None:
-        self._raise_failure()
-        if self._closing:
-            raise RuntimeError("the producer is closed")
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _end(self) -> None:
         with self._changed:
@@ -452,7 +473,11 @@ class Producer:
             try:
                 result = self._transport.run(self._sequencer.deliver(batch.parts, batch.key))
             except BaseException as error:  # noqa: BLE001 - passed to all waiting callers
-                self._fail(batch, error)
+                with self._changed:
+                    tickets = self._record_failure(batch, error)
+                    self._changed.notify_all()
+                for ticket in tickets:
+                    ticket.set_exception(error)
                 return
             with self._changed:
                 self._batcher.settle(batch)
@@ -468,25 +493,12 @@ class Producer:
                 self._changed.wait(due_in_s)
             return batch
 
-    def _fail(self, batch: ProducerBatch[Future[AppendResult]], error: BaseException) -> None:
-        with self._changed:
-            self._failure = error
-            self._batcher.settle(batch)
-            tickets = [batch.ticket, *self._batcher.drop_all()]
-            self._changed.notify_all()
-        for ticket in tickets:
-            ticket.set_exception(error)
-
 
 def _new_future() -> Future[AppendResult]:
     future: Future[AppendResult] = Future()
     # Shared by all appends of a batch, so it must not be cancelled: a running future cannot be.
     future.set_running_or_notify_cancel()
     return future
-
-
-class AsyncStepRunner(Protocol):
-    async def run(self, steps: Steps[T]) -> T: ...
 
 
 class Receipt:
@@ -505,36 +517,22 @@ class Receipt:
         return asyncio.shield(self._future).__await__()
 
 
-class AsyncProducer:
+class AsyncProducer(ProducerState[asyncio.Future[AppendResult]]):
     """As `Producer`, on an event loop. Belongs to the loop of its first use."""
 
     def __init__(
-        self, transport: AsyncStepRunner, operations: StreamOperations, options: ProducerOptions
+        self, transport: AsyncTransport, operations: StreamOperations, options: ProducerOptions
     ) -> None:
+        super().__init__(operations, options, _new_async_future)
         self._transport = transport
-        self._sequencer = BatchSequencer(operations, options)
-        self._batcher: ProducerBatcher[asyncio.Future[AppendResult]] = ProducerBatcher(
-            options, _new_async_future
-        )
         self._changed = asyncio.Event()
-        self._content_type: str | None = None
-        self._failure: Exception | None = None
-        self._closing = False
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def producer_id(self) -> str:
-        return self._sequencer.producer_id
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch; final once the first batch is committed."""
-        return self._sequencer.epoch
 
     async def append(self, data: model.Data, *, key: str | None = None) -> Receipt:
         """Queue data, waiting while the producer is full. Await the receipt to wait for the commit."""
-        parts = model.encode_parts(data, await self._type_for(data))
-        check_parts(parts, key)
+        if self._content_type is None:
+            self._content_type = await self._transport.run(self._sequencer.content_type_for(data))
+        parts = self._encode(data, key)
         for part in parts[:-1]:
             await self._queue(part, key)
         ticket = await self._queue(parts[-1], key)
@@ -549,7 +547,7 @@ class AsyncProducer:
         """Wait until everything queued so far is committed."""
         last = self._batcher.flush()
         self._notify()
-        while self._failure is None and self._batcher.settled < last:
+        while not self._is_settled(last):
             await self._changed.wait()
         self._raise_failure()
 
@@ -566,10 +564,9 @@ class AsyncProducer:
         The close has this producer's id, epoch and next number: it takes effect once, after everything queued
         before it, and a replaced producer cannot do it. `data` is committed with it.
         """
-        parts: list[bytes] = []
-        if data is not None:
-            parts = model.encode_parts(data, await self._type_for(data))
-            check_parts(parts, key)
+        if data is not None and self._content_type is None:
+            self._content_type = await self._transport.run(self._sequencer.content_type_for(data))
+        parts = [] if data is None else self._encode(data, key)
         self._check_usable()
         await self._end()
         self._raise_failure()
@@ -587,17 +584,10 @@ class AsyncProducer:
             # Queued data is still sent; the caller's own error is the one to raise.
             await self._end()
 
-    async def _type_for(self, data: model.Data) -> str:
-        if self._content_type is None:
-            self._content_type = await self._transport.run(self._sequencer.content_type_for(data))
-        return self._content_type
-
     async def _queue(self, part: bytes, key: str | None) -> asyncio.Future[AppendResult]:
-        self._check_usable()
-        while not self._batcher.has_room(len(part)):
+        while not self._has_room(part):
             self._notify()
             await self._changed.wait()
-            self._check_usable()
         if self._task is None:
             self._task = asyncio.create_task(self._deliver_all(), name="tailrace-producer")
         return self._batcher.add(part, key, time.monotonic())
@@ -606,15 +596,6 @@ class AsyncProducer:
         """Wake all waiters; each checks its own condition."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _check_usable(self) -> None:
-        self._raise_failure()
-        if self._closing:
-            raise RuntimeError("the producer is closed")
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     async def _end(self) -> None:
         self._closing = True
@@ -650,9 +631,7 @@ class AsyncProducer:
         return batch
 
     def _fail(self, batch: ProducerBatch[asyncio.Future[AppendResult]], error: Exception) -> None:
-        self._failure = error
-        self._batcher.settle(batch)
-        for ticket in [batch.ticket, *self._batcher.drop_all()]:
+        for ticket in self._record_failure(batch, error):
             ticket.set_exception(error)
             # Retrieved here, so that asyncio does not warn about futures that are not awaited.
             ticket.exception()

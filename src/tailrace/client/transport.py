@@ -1,4 +1,4 @@
-"""Client logic as generators without I/O: requests, retries with back-off, and the mapping to httpx2.
+"""Client logic as generators without I/O, and the two transports that run them on httpx2.
 
 A generator yields an effect (send this, wait that long, read the next chunk) and is resumed with its reply,
 or with `BrokenConnectionError` if the connection failed. The sync and the async transport run the same
@@ -8,13 +8,14 @@ server without a socket.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 
 import httpx2
 import msgspec
@@ -153,6 +154,15 @@ P = ParamSpec("P")
 Steps: TypeAlias = Generator[Effect, Reply, T]
 
 
+class Items(msgspec.Struct, Generic[T], frozen=True):
+    """Items for the caller, between the effects of an iterator; the reply is None."""
+
+    items: Iterable[T]
+
+
+ItemSteps: TypeAlias = Generator[Effect | Items[T], Reply, None]
+
+
 class BrokenConnectionError(Exception):
     """The connection failed. Unless `sent` is false, the server may have executed the request."""
 
@@ -209,6 +219,22 @@ def next_chunk() -> Steps[bytes | None]:
     reply = yield NextChunk()
     assert not isinstance(reply, HttpResponse)
     return reply
+
+
+def next_items(steps: ItemSteps[T]) -> Steps[Iterable[T] | None]:
+    """Continue an iterator up to its next items; None at its end."""
+    try:
+        effect = next(steps)
+        while not isinstance(effect, Items):
+            try:
+                reply = yield effect
+            except BrokenConnectionError as broken:
+                effect = steps.throw(broken)
+            else:
+                effect = steps.send(reply)
+    except StopIteration:
+        return None
+    return effect.items
 
 
 def may_retry(status: int, *, repeatable: bool) -> bool:
@@ -359,3 +385,125 @@ def broken_connection_from(error: httpx2.RequestError) -> BrokenConnectionError:
 def response_from(response: httpx2.Response, body: bytes) -> HttpResponse:
     headers: Mapping[str, str] = {name.lower(): value for name, value in response.headers.items()}
     return HttpResponse(response.status_code, headers, body)
+
+
+class SyncTransport:
+    """Runs steps on blocking sockets. Holds at most one open response."""
+
+    __slots__ = ("_chunks", "_http", "_response", "_settings")
+
+    def __init__(self, http: httpx2.Client, settings: TransportSettings) -> None:
+        self._http = http
+        self._settings = settings
+        self._response: httpx2.Response | None = None
+        self._chunks: Iterator[bytes] = iter(())
+
+    def run(self, steps: Steps[T]) -> T:
+        try:
+            effect = next(steps)
+            while True:
+                try:
+                    reply = self._perform(effect)
+                except CONNECTION_ERRORS as error:
+                    effect = steps.throw(broken_connection_from(error))
+                else:
+                    effect = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value
+
+    def clone(self) -> Self:
+        """A separate transport for a follower, on the same connection pool."""
+        return type(self)(self._http, self._settings)
+
+    def close_stream(self) -> None:
+        response, self._response = self._response, None
+        self._chunks = iter(())
+        if response is not None:
+            response.close()
+
+    def _perform(self, effect: Effect) -> Reply:
+        match effect:
+            case SendRequest():
+                response = self._http.send(self._settings.build(self._http, effect.request))
+                return response_from(response, response.content)
+            case Sleep():
+                time.sleep(effect.seconds)
+            case OpenStream():
+                return self._open(effect.request)
+            case NextChunk():
+                return next(self._chunks, None)
+            case CloseStream():
+                self.close_stream()
+        return None
+
+    def _open(self, request: HttpRequest) -> Reply:
+        self.close_stream()
+        response = self._http.send(self._settings.build(self._http, request), stream=True)
+        self._response = response
+        if response.status_code == 200:
+            self._chunks = response.iter_bytes()
+            return response_from(response, b"")
+        body = response.read()
+        self.close_stream()
+        return response_from(response, body)
+
+
+class AsyncTransport:
+    """Runs steps on an event loop. Holds at most one open response."""
+
+    __slots__ = ("_chunks", "_http", "_response", "_settings")
+
+    def __init__(self, http: httpx2.AsyncClient, settings: TransportSettings) -> None:
+        self._http = http
+        self._settings = settings
+        self._response: httpx2.Response | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+
+    async def run(self, steps: Steps[T]) -> T:
+        try:
+            effect = next(steps)
+            while True:
+                try:
+                    reply = await self._perform(effect)
+                except CONNECTION_ERRORS as error:
+                    effect = steps.throw(broken_connection_from(error))
+                else:
+                    effect = steps.send(reply)
+        except StopIteration as stop:
+            return stop.value
+
+    def clone(self) -> Self:
+        """A separate transport for a follower, on the same connection pool."""
+        return type(self)(self._http, self._settings)
+
+    async def close_stream(self) -> None:
+        response, self._response = self._response, None
+        self._chunks = None
+        if response is not None:
+            await response.aclose()
+
+    async def _perform(self, effect: Effect) -> Reply:
+        match effect:
+            case SendRequest():
+                response = await self._http.send(self._settings.build(self._http, effect.request))
+                return response_from(response, response.content)
+            case Sleep():
+                await asyncio.sleep(effect.seconds)
+            case OpenStream():
+                return await self._open(effect.request)
+            case NextChunk():
+                return None if self._chunks is None else await anext(self._chunks, None)
+            case CloseStream():
+                await self.close_stream()
+        return None
+
+    async def _open(self, request: HttpRequest) -> Reply:
+        await self.close_stream()
+        response = await self._http.send(self._settings.build(self._http, request), stream=True)
+        self._response = response
+        if response.status_code == 200:
+            self._chunks = response.aiter_bytes()
+            return response_from(response, b"")
+        body = await response.aread()
+        await self.close_stream()
+        return response_from(response, body)

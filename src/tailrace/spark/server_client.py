@@ -16,10 +16,9 @@ import msgspec
 
 import tailrace
 from tailrace.client import transport, wire
-from tailrace.client.client import SyncTransport
 from tailrace.client.errors import ClientError
 from tailrace.client.model import StreamDescriptor, StreamInfo
-from tailrace.client.transport import Backoff, Retries, exchange
+from tailrace.client.transport import Backoff, Retries, SyncTransport, exchange
 from tailrace.spark.object_stores import ProcessCache
 from tailrace.spark.options import Connection
 

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from tailrace.client.client import AsyncContextManaged, ContextManaged
 from tailrace.client.errors import (
@@ -41,6 +41,7 @@ from tailrace.client.hub.model import (
 from tailrace.client.hub.resources import Inbox, SessionResources
 from tailrace.client.hub.session import SessionOptions
 from tailrace.client.hub.wire import SigningKey, connection_lost, without_none
+from tailrace.client.methods import present_as
 from tailrace.client.transport import Retries
 
 # The first connection is tried three times. An established session reconnects without limit, with an
@@ -485,32 +486,26 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class BlockingMethod(Generic[P, T]):
-    """A method of the async client that blocks until its result is there."""
+def blocking(
+    method: Callable[Concatenate[AsyncHub, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Hub, P], T]:
+    """A method that runs one of the async client and blocks until its result is there."""
 
-    def __init__(self, method: Callable[Concatenate[AsyncHub, P], Coroutine[Any, Any, T]]) -> None:
-        self._method = method
-        self.__doc__ = method.__doc__
+    def blocking_method(self: Hub, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(lambda hub: method(hub, *args, **kwargs))
 
-    def __get__(self, hub: Hub, owner: type[Hub]) -> Callable[P, T]:
-        def call(*args: P.args, **named: P.kwargs) -> T:
-            return hub.run(lambda behind: self._method(behind, *args, **named))
-
-        return call
+    return present_as(blocking_method, method)
 
 
-class BlockingIterator(Generic[P, T]):
-    """An async iterator of the async client as a blocking iterator."""
+def blocking_iterator(
+    method: Callable[Concatenate[AsyncHub, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Hub, P], Iterator[T]]:
+    """A method that returns an async iterator of the async client as a blocking one."""
 
-    def __init__(self, method: Callable[Concatenate[AsyncHub, P], AsyncIterator[T]]) -> None:
-        self._method = method
-        self.__doc__ = method.__doc__
+    def blocking_method(self: Hub, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return self.iterate(lambda hub: method(hub, *args, **kwargs))
 
-    def __get__(self, hub: Hub, owner: type[Hub]) -> Callable[P, Iterator[T]]:
-        def call(*args: P.args, **named: P.kwargs) -> Iterator[T]:
-            return hub.iterate(lambda behind: self._method(behind, *args, **named))
-
-        return call
+    return present_as(blocking_method, method, "Iterator[{}]")
 
 
 class Hub(ContextManaged):
@@ -576,27 +571,27 @@ class Hub(ContextManaged):
         """Whether the session was resumed after the last lost connection."""
         return self._hub.resumed
 
-    request = BlockingMethod(AsyncHub.request)
-    refresh_token = BlockingMethod(AsyncHub.refresh_token)
-    register = BlockingMethod(AsyncHub.register)
-    unregister = BlockingMethod(AsyncHub.unregister)
-    discover = BlockingIterator(AsyncHub.discover)
-    watch = BlockingIterator(AsyncHub.watch)
-    send = BlockingMethod(AsyncHub.send)
-    ask = BlockingMethod(AsyncHub.ask)
-    reply = BlockingMethod(AsyncHub.reply)
-    reply_error = BlockingMethod(AsyncHub.reply_error)
-    broadcast = BlockingMethod(AsyncHub.broadcast)
-    messages = BlockingIterator(AsyncHub.messages)
-    next_message = BlockingMethod(AsyncHub.next_message)
-    subscribe = BlockingMethod(AsyncHub.subscribe)
-    unsubscribe = BlockingMethod(AsyncHub.unsubscribe)
-    publish = BlockingMethod(AsyncHub.publish)
-    read_mailbox = BlockingMethod(AsyncHub.read_mailbox)
-    commit_offset = BlockingMethod(AsyncHub.commit_offset)
-    commit = BlockingMethod(AsyncHub.commit)
-    commit_each = BlockingMethod(AsyncHub.commit_each)
-    follow = BlockingIterator(AsyncHub.follow)
+    request = blocking(AsyncHub.request)
+    refresh_token = blocking(AsyncHub.refresh_token)
+    register = blocking(AsyncHub.register)
+    unregister = blocking(AsyncHub.unregister)
+    discover = blocking_iterator(AsyncHub.discover)
+    watch = blocking_iterator(AsyncHub.watch)
+    send = blocking(AsyncHub.send)
+    ask = blocking(AsyncHub.ask)
+    reply = blocking(AsyncHub.reply)
+    reply_error = blocking(AsyncHub.reply_error)
+    broadcast = blocking(AsyncHub.broadcast)
+    messages = blocking_iterator(AsyncHub.messages)
+    next_message = blocking(AsyncHub.next_message)
+    subscribe = blocking(AsyncHub.subscribe)
+    unsubscribe = blocking(AsyncHub.unsubscribe)
+    publish = blocking(AsyncHub.publish)
+    read_mailbox = blocking(AsyncHub.read_mailbox)
+    commit_offset = blocking(AsyncHub.commit_offset)
+    commit = blocking(AsyncHub.commit)
+    commit_each = blocking(AsyncHub.commit_each)
+    follow = blocking_iterator(AsyncHub.follow)
 
     def run(self, work: Callable[[AsyncHub], Coroutine[Any, Any, T]]) -> T:
         """Run an operation of the async client and wait for it."""
