@@ -38,6 +38,7 @@ from tailrace.client.follow import ATTEMPTS_UNLIMITED
 from tailrace.client.model import AppendResult, is_json
 from tailrace.client.operations import StreamOperations
 from tailrace.client.transport import Backoff, ExchangeResult, Steps, exchange, with_stream_name
+from tailrace.common.tasks import wait_event
 
 Ticket = TypeVar("Ticket")
 
@@ -642,11 +643,7 @@ class AsyncProducer:
             due_in_s = self._batcher.due_in_s(time.monotonic())
             if due_in_s is None and self._closing:
                 return None
-            try:
-                async with asyncio.timeout(due_in_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            await wait_event(self._changed, due_in_s)
         return batch
 
     def _fail(self, batch: ProducerBatch[asyncio.Future[AppendResult]], error: Exception) -> None:

@@ -20,6 +20,7 @@ import xxhash
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.edge.requests import build_request
 from tailrace.edge.upstream_pool import ConnectionPool, UpstreamAddress, UpstreamLostError
 
@@ -309,7 +310,7 @@ class Upstreams:
         self.all = [Upstream(origin, limits, edge_id, self.deployments) for origin in origins]
         self.mode = mode
         self._by_id = {upstream.id: upstream for upstream in self.all}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
 
     async def start(self) -> None:
         """Checks all upstreams once, then every two seconds."""
@@ -317,12 +318,10 @@ class Upstreams:
         for upstream in self.all:
             if upstream.wrong:
                 raise TailraceError("invalid_request", upstream.wrong)
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        self._tasks.start(self._watch())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         for upstream in self.all:
             upstream.close()
 

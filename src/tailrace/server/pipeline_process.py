@@ -23,6 +23,7 @@ import msgspec
 
 from tailrace.common import process
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.routing.context import Context
 from tailrace.server.java import find_java
@@ -241,7 +242,7 @@ class PipelineProcess:
         self._state = state
         self._grant = grant
         self._endpoint = endpoint
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self._child: asyncio.subprocess.Process | None = None
         self._pipe = -1  # our end of the child's pipe
         self._backoff_s = BACKOFF_S_MIN
@@ -251,12 +252,10 @@ class PipelineProcess:
 
     def start(self) -> None:
         if self._context.settings.pipeline == "auto":
-            self._task = self._loop.create_task(self._run())
+            self._tasks.start(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         await self._terminate()
 
     def recheck_java(self) -> None:

@@ -125,7 +125,7 @@ class ManifestRecorder:
         if self._requested and not self._running:
             self._requested = False
             self._running = True
-            self._sealing.spawn(self._round())
+            self._sealing.tasks.start(self._round())
 
     async def _round(self) -> None:
         try:

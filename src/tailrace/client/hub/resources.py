@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +25,7 @@ from tailrace.client.hub.model import (
 )
 from tailrace.client.hub.session import HubSession, SessionOptions, now_ms
 from tailrace.client.hub.wire import OutgoingRequest
+from tailrace.common.tasks import TaskSet
 from tailrace.hub.envelope import new_id
 
 
@@ -228,17 +229,15 @@ class SessionResources:
         self._paused = PausedTargets()
         self._flow_changed = asyncio.Event()
         self._held_changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     async def open(self) -> None:
         await self.session.start()
-        self._start_task(self._renewals())
-        self._start_task(self._watch_end())
+        self._tasks.start(self._renewals())
+        self._tasks.start(self._watch_end())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.session.stop()
         self.inbox.end(None)
         for watching in self._watched.values():
@@ -404,7 +403,7 @@ class SessionResources:
         elif "actors" in payload:
             # The watch fell behind, and gets a new snapshot.
             del self._watched[watching.id]
-            self._start_task(self._load_snapshot(watching, msgspec.convert(payload, PresencePage)))
+            self._tasks.start(self._load_snapshot(watching, msgspec.convert(payload, PresencePage)))
         else:
             watching.apply_event(msgspec.convert(payload, Presence))
 
@@ -451,7 +450,7 @@ class SessionResources:
         elif kind == "hub:unregistered":
             self.forget_registration(payload.get("actorAddress", ""))
         elif kind == "hub:token_expiring" and callable(self.session.options.token):
-            self._start_task(self._refresh())
+            self._tasks.start(self._refresh())
         if self._on_notice is not None:
             self._on_notice(message)
 
@@ -468,11 +467,6 @@ class SessionResources:
             watching.end(self.session.failure)
         self._paused.clear()
         self._flow_changed.set()
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _make_request(kind: str, payload: Mapping[str, Any], *, ask: bool, **options: Any) -> OutgoingRequest:

@@ -22,6 +22,7 @@ from tailrace.client.hub import wire
 from tailrace.client.hub.model import Message, Timeouts, Welcome, decode_response
 from tailrace.client.hub.wire import OutgoingRequest, connection_lost, error_from_message
 from tailrace.client.transport import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Retries
+from tailrace.common.tasks import TaskSet
 from tailrace.hub.envelope import new_id, parse_envelope
 from tailrace.hub.errors import HubError
 
@@ -331,10 +332,9 @@ class HubSession:
         """Process messages until the connection ends."""
         assert self.welcome is not None
         self._connection = connection
-        helpers = [
-            asyncio.create_task(self._heartbeats(connection)),
-            asyncio.create_task(self._resume(connection)),
-        ]
+        helpers = TaskSet()
+        helpers.start(self._heartbeats(connection))
+        helpers.start(self._resume(connection))
         try:
             while True:
                 await self._handle(await self._receive(connection))
@@ -343,9 +343,7 @@ class HubSession:
         finally:
             self._connection = None
             self._ready.clear()
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            await helpers.close()
             await connection.close()
 
     async def _resume(self, connection: HubConnection) -> None:
