@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from tailrace.cluster.peers import decode_peer_error
+from tailrace.common.backoff import Backoff
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
@@ -243,7 +244,7 @@ class PeerTails:
         self._begun = asyncio.Event()
 
     async def run(self) -> None:
-        pause_s = RETRY_S
+        backoff = Backoff(RETRY_S, RETRY_S_MAX)
         while True:
             self._begun, self._ended = asyncio.Event(), asyncio.Event()
             followed = LineStreamReceiver(self._on_line, self._on_lost)
@@ -255,7 +256,7 @@ class PeerTails:
                     await self.subscribe(*self._peer_tails.interest())
                     self._apply_snapshot()
                     self.up.set()
-                    pause_s = RETRY_S
+                    backoff.reset()
                     await self._ended.wait()
             except Exception as error:  # noqa: BLE001 - retried
                 logger.debug("cannot follow worker, retrying", extra=log_fields(error=str(error)))
@@ -263,8 +264,7 @@ class PeerTails:
                 self._on_lost()
                 if followed.upstream is not None:
                     followed.upstream.abort()
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S_MAX)
+            await asyncio.sleep(backoff.next_s())
 
     async def subscribe(self, patterns: Sequence[str], names: Sequence[str]) -> None:
         """Subscribe to more streams, in pages, and return when the existing ones are known."""

@@ -7,7 +7,6 @@ ids.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
@@ -22,6 +21,7 @@ from tailrace.client.hub import wire
 from tailrace.client.hub.model import Message, Timeouts, Welcome, decode_response
 from tailrace.client.hub.wire import OutgoingRequest, connection_lost, error_from_message
 from tailrace.client.transport import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Retries
+from tailrace.common.backoff import backoff_delay
 from tailrace.common.tasks import TaskSet
 from tailrace.hub.envelope import new_id, parse_envelope
 from tailrace.hub.errors import HubError
@@ -461,9 +461,8 @@ class HubSession:
         if isinstance(requested_ms, int | float):
             return requested_ms / 1000
         retries = self.options.retries
-        ceiling = min(retries.delay_s_max, retries.delay_s_first * 2 ** min(self._failures, 30))
         self._failures += 1
-        return ceiling * random.random()  # noqa: S311 - jitter, not a secret
+        return backoff_delay(self._failures, retries.delay_s_first, retries.delay_s_max, jitter=1.0)
 
 
 def now_ms() -> int:
