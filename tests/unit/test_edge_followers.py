@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tailrace.common import backoff
 from tailrace.common.errors import TailraceError
 from tailrace.edge import upstream_pool, upstreams
 from tailrace.edge.context import EdgeContext
@@ -23,7 +24,7 @@ def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) 
     async def note(seconds: float) -> None:
         longest.append(seconds)
 
-    monkeypatch.setattr(upstreams.random, "uniform", lambda _low, high: high)
+    monkeypatch.setattr(backoff.random, "random", lambda: 0.0)  # the longest pause
     monkeypatch.setattr(upstreams.asyncio, "sleep", note)
 
     async def fail_and_recover() -> list[bool]:

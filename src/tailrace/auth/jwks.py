@@ -21,6 +21,7 @@ import msgspec
 from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
+from tailrace.common.backoff import backoff_delay
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
@@ -30,7 +31,6 @@ KEYS_MAX: Final = 256
 FETCH_TIMEOUT_S: Final = 5.0
 REFRESH_S: Final = 300.0
 REFRESH_AFTER_FAILURE_S: Final = 15.0
-DOUBLINGS_MAX: Final = 5
 # An unknown key id triggers a refresh at most this often, so that forged ids do not load the issuer.
 REFRESH_INTERVAL_S_MIN: Final = 10.0
 # Each failure doubles the pause before the next attempt, up to this.
@@ -278,13 +278,13 @@ class KeyRing:
                 self._forced = False
 
     def _interval_s_min(self) -> float:
-        return min(REFRESH_INTERVAL_S_MIN * 2 ** min(self._failures, DOUBLINGS_MAX), REFRESH_INTERVAL_S_MAX)
+        return backoff_delay(self._failures + 1, REFRESH_INTERVAL_S_MIN, REFRESH_INTERVAL_S_MAX)
 
     def _pause_s(self) -> float:
         """Pause before the next refresh; shorter after a failure."""
         if not self._failures:
             return REFRESH_S
-        return min(REFRESH_AFTER_FAILURE_S * 2 ** min(self._failures - 1, DOUBLINGS_MAX), REFRESH_S)
+        return backoff_delay(self._failures, REFRESH_AFTER_FAILURE_S, REFRESH_S)
 
     def _refresh(self) -> None:
         self._tried_at = self._clock.monotonic()

@@ -19,6 +19,7 @@ from tailrace.cli.session import (
     print_json,
     write_output,
 )
+from tailrace.common.backoff import Backoff
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -40,6 +41,7 @@ For example:
 """
 _SIGNS: Final = {"insert": "+", "update": "~", "delete": "-"}
 _ROWS_MAX: Final = 50
+_PAUSE_S_MIN: Final = 0.2
 _PAUSE_S_MAX: Final = 5.0
 
 command = App(name="watch", help=_HELP, help_format="markdown")
@@ -208,17 +210,17 @@ class _Watching:
     def run(self) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        pause_s, reached = 0.2, False
+        backoff, reached = Backoff(_PAUSE_S_MIN, _PAUSE_S_MAX), False
         while True:
             try:
                 with self._connect() as socket:
-                    reached, pause_s = True, 0.2
+                    reached = True
+                    backoff.reset()
                     self._follow(socket)
             except (OSError, ConnectionClosed) as error:
                 if not reached:
                     raise unreachable(self._session.url, error) from error
-            time.sleep(pause_s)
-            pause_s = min(_PAUSE_S_MAX, 2 * pause_s)
+            time.sleep(backoff.next_s())
 
     def _connect(self) -> Any:
         from websockets.exceptions import InvalidHandshake, InvalidURI

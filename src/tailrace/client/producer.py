@@ -46,6 +46,7 @@ from tailrace.client.transport import (
     exchange,
     with_stream_name,
 )
+from tailrace.common.tasks import wait_event
 
 Ticket = TypeVar("Ticket")
 
@@ -623,11 +624,7 @@ class AsyncProducer(ProducerState[asyncio.Future[AppendResult]]):
             due_in_s = self._batcher.due_in_s(time.monotonic())
             if due_in_s is None and self._closing:
                 return None
-            try:
-                async with asyncio.timeout(due_in_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            await wait_event(self._changed, due_in_s)
         return batch
 
     def _fail(self, batch: ProducerBatch[asyncio.Future[AppendResult]], error: Exception) -> None:

@@ -9,7 +9,6 @@ server without a socket.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ from tailrace.client.errors import (
     check_seconds,
 )
 from tailrace.client.wire import HttpRequest, HttpResponse
+from tailrace.common.backoff import backoff_delay
 
 # These statuses guarantee that nothing was changed, so that even an append may be sent again.
 NOT_APPLIED_STATUSES = frozenset({429, 507})
@@ -87,11 +87,8 @@ class Backoff:
         self._attempts += 1
         if self._attempts >= self._attempts_max:
             return None
-        ceiling = min(
-            self._retries.delay_s_max, self._retries.delay_s_first * 2 ** min(self._attempts - 1, 30)
-        )
-        # Half of the delay is random, so that clients that failed together do not retry together.
-        delay = ceiling * (0.5 + random.random() / 2)  # noqa: S311 - jitter, not a secret
+        retries = self._retries
+        delay = backoff_delay(self._attempts, retries.delay_s_first, retries.delay_s_max, jitter=0.5)
         if retry_after_s is not None:
             # The server's value is a lower bound; the jitter is added to it.
             delay += retry_after_s

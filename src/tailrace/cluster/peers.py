@@ -8,7 +8,6 @@ so need one journal.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Coroutine, Mapping
@@ -18,6 +17,7 @@ import msgspec
 import xxhash
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.protocol import stream_names
@@ -99,12 +99,10 @@ class DeferredResponses:
     """Runs the rest of a request as a task, and responds with its error, if any."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def spawn(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(exchange, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._run(exchange, work))
 
     async def _run(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
         try:

@@ -22,6 +22,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.cluster.fork_locations import ForkLocations
 from tailrace.cluster.peers import DeferredResponses, Peers, decode_peer_error
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
@@ -85,18 +86,16 @@ class ClusterPipeline:
         self._later = DeferredResponses()
         self._names: OrderedDict[str, str] = OrderedDict()  # of streams in recent plans, by id
         self._backlogs: dict[int, PipelineBacklog] = {}  # of other workers, as last polled
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         routes.demand = self._total_backlog
 
     def start(self) -> None:
         """Poll the backlogs, if a local pipeline is started by the server."""
         if self._routes.state.mode == "auto":
-            self._task = asyncio.create_task(self._poll_backlogs())
+            self._tasks.start(self._poll_backlogs())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
 
     # -- requests ----------------------------------------------------------------------------------------
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from tailrace.cluster.peers import decode_peer_error
+from tailrace.common.backoff import Backoff
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
+from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.relay import LineStreamReceiver, PeerClient, build_request, peer_unavailable_error
 from tailrace.log.decide import AppendRequest
@@ -88,7 +90,7 @@ class TailFeed:
         # Updates of this iteration of the event loop; a stream that moved several times has one update.
         self._queued: list[tuple[str, str, Stream | int]] = []
         self._moved: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._drained = asyncio.Event()
 
     # -- requests of the first worker --------------------------------------------------------------------
@@ -115,9 +117,7 @@ class TailFeed:
         self._names.update(interest.names)
         exchange.respond(204)
         if patterns or interest.names:
-            task = self._loop.create_task(self._send_existing(patterns, interest))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._send_existing(patterns, interest))
         else:
             self._queue("marked", "", interest.mark)
 
@@ -244,7 +244,7 @@ class PeerTails:
         self._begun = asyncio.Event()
 
     async def run(self) -> None:
-        pause_s = RETRY_S
+        backoff = Backoff(RETRY_S, RETRY_S_MAX)
         while True:
             self._begun, self._ended = asyncio.Event(), asyncio.Event()
             followed = LineStreamReceiver(self._on_line, self._on_lost)
@@ -256,7 +256,7 @@ class PeerTails:
                     await self.subscribe(*self._peer_tails.interest())
                     self._apply_snapshot()
                     self.up.set()
-                    pause_s = RETRY_S
+                    backoff.reset()
                     await self._ended.wait()
             except Exception as error:  # noqa: BLE001 - retried
                 logger.debug("cannot follow worker, retrying", extra=log_fields(error=str(error)))
@@ -264,8 +264,7 @@ class PeerTails:
                 self._on_lost()
                 if followed.upstream is not None:
                     followed.upstream.abort()
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S_MAX)
+            await asyncio.sleep(backoff.next_s())
 
     async def subscribe(self, patterns: Sequence[str], names: Sequence[str]) -> None:
         """Subscribe to more streams, in pages, and return when the existing ones are known."""
@@ -373,15 +372,14 @@ class ClusterTails:
         self.on_moved = on_moved
         self.on_removed = on_removed
         self._peer_tails = [PeerTails(peer, self) for peer in peers]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(tails.run()) for tails in self._peer_tails]
+        for tails in self._peer_tails:
+            self._tasks.start(tails.run())
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def tail(self, name: str) -> StreamTail | None:
         return next((tail for one in self._peer_tails if (tail := one.tails.get(name)) is not None), None)
@@ -439,7 +437,7 @@ class ClusterSubscriptions(SubscriptionService):
         self._patterns: set[str] = set()
         self._paths: set[str] = set()
         self._started = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     async def start(self) -> None:
         """Start existing subscriptions when the streams of all workers are known: a link to a stream that is
@@ -451,7 +449,7 @@ class ClusterSubscriptions(SubscriptionService):
                 # Links made by the pattern are covered by it.
                 self._add_interest(sub.config, (path for path, link in sub.links.items() if not link.glob))
         self._peer_tails.start()
-        self._spawn(self._start_service())
+        self._tasks.start(self._start_service())
 
     async def _start_service(self) -> None:
         if self._patterns or self._paths:
@@ -460,19 +458,14 @@ class ClusterSubscriptions(SubscriptionService):
         self._started.set()
 
     async def stop(self) -> None:
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._peer_tails.stop()
         await super().stop()
 
     async def synchronise(self) -> None:
         """Before a request is handled: wait until all that its client saw on any worker is known here."""
-        try:
-            async with asyncio.timeout(START_S_MAX):
-                await self._started.wait()
-        except TimeoutError:
-            raise TailraceError("unavailable", "the streams of some workers are not known yet") from None
+        if not await wait_event(self._started, START_S_MAX):
+            raise TailraceError("unavailable", "the streams of some workers are not known yet")
         await self._peer_tails.synchronise()
 
     # -- overrides ---------------------------------------------------------------------------------------
@@ -499,7 +492,7 @@ class ClusterSubscriptions(SubscriptionService):
             else:
                 super(ClusterSubscriptions, self).add_streams(runner, paths, callback)
 
-        self._spawn(add())
+        self._tasks.start(add())
 
     def write_wake(
         self, name: str, body: bytes, producer: tuple[str, int, int], written: SavedCallback
@@ -509,7 +502,7 @@ class ClusterSubscriptions(SubscriptionService):
             super().write_wake(name, body, producer, written)
             return
         request = msgspec.json.encode(WakeAppend(name, body, producer[0], producer[1]))
-        self._spawn(self._write_remote_wake(self._peers[owner], request, written))
+        self._tasks.start(self._write_remote_wake(self._peers[owner], request, written))
 
     async def _write_remote_wake(self, peer: PeerClient, request: bytes, written: SavedCallback) -> None:
         try:
@@ -532,8 +525,3 @@ class ClusterSubscriptions(SubscriptionService):
 
     def _interest(self) -> tuple[list[str], list[str]]:
         return sorted(self._patterns), sorted(self._paths)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._event_loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -34,6 +34,7 @@ from tailrace.cluster.migration import fold_journal, prepare_layout
 from tailrace.cluster.peers import FIRST_WORKER
 from tailrace.cluster.worker import WorkerSetup
 from tailrace.common import file_descriptors, private_files
+from tailrace.common.backoff import Backoff
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.common.settings import Settings
@@ -208,7 +209,7 @@ class WorkerHandle:
         self.failed = False  # it exited before it was ever ready
 
     async def run(self) -> None:
-        backoff_s = RESTART_S
+        backoff = Backoff(RESTART_S, RESTART_S_MAX)
         loop = asyncio.get_running_loop()
         while True:
             begun_s = loop.time()
@@ -221,10 +222,9 @@ class WorkerHandle:
                 self._supervisor.stopping.set()
                 return
             if loop.time() - begun_s > STABLE_S:
-                backoff_s = RESTART_S
+                backoff.reset()
             logger.error("worker exited, restarting", extra=log_fields(worker=self.index, exit=str(outcome)))
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, RESTART_S_MAX)
+            await asyncio.sleep(backoff.next_s())
             if self._supervisor.stopping.is_set():
                 return
             self.drained.clear()

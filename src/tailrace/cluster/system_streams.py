@@ -17,6 +17,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.log import listing, system_streams
@@ -64,11 +65,12 @@ class EventSender:
         self._peer = first
         self._new_events = asyncio.Event()
         self._arrived = {name: asyncio.Event() for name in SYSTEM_STREAMS}  # all events are delivered
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
 
     def start(self) -> None:
         self._log.publisher.on_system_append.append(self._on_new_events)
-        self._tasks = [asyncio.create_task(self._run(name)) for name in SYSTEM_STREAMS]
+        for name in SYSTEM_STREAMS:
+            self._tasks.start(self._run(name))
 
     async def stop(self) -> None:
         """Deliver the remaining events, if possible; else they are delivered after a restart."""
@@ -78,9 +80,7 @@ class EventSender:
                     await self._arrived[name].wait()
         except TimeoutError:
             logger.warning("cannot deliver all events to the first worker, retrying after a restart")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _on_new_events(self, stream: Stream) -> None:
         for arrived in self._arrived.values():

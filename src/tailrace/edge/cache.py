@@ -352,7 +352,7 @@ class DiskCache:
                 "fields": fields,
             }
         )
-        self._context.spawn(self._write(digest_of(key), head, found.body))
+        self._context.tasks.start(self._write(digest_of(key), head, found.body))
 
     async def _write(self, digest: str, head: bytes, body: bytes) -> None:
         path = self._path(digest)

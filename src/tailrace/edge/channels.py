@@ -15,6 +15,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import wait_event
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.requests import build_request, build_stream_target
 from tailrace.edge.stream_info import StreamInfoCache
@@ -500,13 +501,9 @@ class ChannelWaiter:
         """True on an event, False after a timeout."""
         self._channel.attach(self)
         try:
-            async with asyncio.timeout(seconds):
-                await self._event.wait()
-        except TimeoutError:
-            return False
+            return await wait_event(self._event, seconds)
         finally:
             self._channel.detach(self)
-        return True
 
     @staticmethod
     async def reached(channel: Channel, offset: str, seconds: float) -> bool:

@@ -11,6 +11,7 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
+from tailrace.common.tasks import TaskSet
 from tailrace.edge.auth import Caller, EdgeToken
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.requests import build_request, cache_line, request_id_line, whole_target
@@ -46,7 +47,7 @@ class EdgeContext:
         self.own_token = token if settings.auth_configured else None
         self._mark = EdgeSignature(settings.edge_signing_key) if settings.edge_signing_key else None
         self._timing = settings.server_timing
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = TaskSet()
 
     def now_s(self) -> float:
         return self.clock.now_ns() / 1e9
@@ -56,15 +57,9 @@ class EdgeContext:
         """The Authorization of the edge itself; None while it has no valid token."""
         return None if self.own_token is None else self.own_token.usable(self.now_s())
 
-    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def answer_later(self, exchange: Exchange, work: Coroutine[None, None, None], *, wait: bool) -> None:
         """Runs `work`, which responds to a request. A wait is cancelled with its client, a write never."""
-        task = self.spawn(self._guard(exchange, work))
+        task = self.tasks.start(self._guard(exchange, work))
         if wait:
             exchange.on_gone = lambda: _cancel(task)
 
@@ -138,9 +133,7 @@ class EdgeContext:
             add_upstream_timing(exchange, theirs.decode("latin-1"))
 
     async def stop(self) -> None:
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.close()
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

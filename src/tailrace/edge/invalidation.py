@@ -15,6 +15,7 @@ import orjson
 from tailrace.auth import IdentityStore, RevokedHashes
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.requests import build_request
 from tailrace.edge.upstream_feed import (
@@ -43,15 +44,14 @@ class RegistryFollower:
         self._followed = [
             UpstreamRegistry(context, upstream, on_change) for upstream in context.upstreams.all
         ]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
 
     def start(self) -> None:
-        self._tasks = [self._context.loop.create_task(followed.run()) for followed in self._followed]
+        for followed in self._followed:
+            self._tasks.start(followed.run())
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def is_complete_since(self, moment: float) -> bool:
         """Whether all changes of streams since then are known here."""
@@ -130,11 +130,7 @@ class UpstreamRegistry:
         try:
             while not self._ended.is_set():
                 feed.on_tick(self._context.loop.time())
-                try:
-                    async with asyncio.timeout(TICK_S):
-                        await self._ended.wait()
-                except TimeoutError:
-                    continue
+                await wait_event(self._ended, TICK_S)
         finally:
             self.caught_up = False
             feed.close()
@@ -170,7 +166,7 @@ class RevocationFollower:
         self._context = context
         self._on_change = on_change
         self._followed = [UpstreamRevocations(context, upstream, book) for upstream in context.upstreams.all]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
         context.telemetry.edge_following.reads[("revocations",)] = lambda: float(self.is_followed)
 
     @property
@@ -181,12 +177,11 @@ class RevocationFollower:
         loop = self._context.loop
         first = [loop.create_task(self._poll(followed)) for followed in self._followed]
         await asyncio.wait(first, timeout=FIRST_POLL_S_MAX)
-        self._tasks = [loop.create_task(self._watch(followed)) for followed in self._followed]
+        for followed in self._followed:
+            self._tasks.start(self._watch(followed))
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _watch(self, followed: UpstreamRevocations) -> None:
         while True:

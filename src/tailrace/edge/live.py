@@ -126,7 +126,7 @@ class LiveReader:
         if first is None:
             self._attach()
         else:
-            self._task = self._context.spawn(self._join(first))
+            self._task = self._context.tasks.start(self._join(first))
 
     async def _next_slice(self) -> FeedBatch | None:
         """The slice after `last`; None once a channel continues from there."""
@@ -282,7 +282,7 @@ class LiveReader:
         self._leave()
         self._joining = True
         self.channel = self._shared
-        self._task = self._context.spawn(self._join(None))
+        self._task = self._context.tasks.start(self._join(None))
 
     def on_batches(self) -> None:
         wire, channel = self.wire, self.channel

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import SingleFlight
 from tailrace.edge.auth import Authenticator, Caller
 from tailrace.edge.channels import Channel, ChannelKey, ChannelTable, ChannelWaiter
 from tailrace.edge.context import EdgeContext
@@ -33,13 +33,6 @@ from tailrace.protocol.query_params import wait_limit_lines, wait_ms
 FROM_NOW = "true"
 
 
-class UpstreamPoll(NamedTuple):
-    """An upstream request in progress, and the state of the stream when it was sent."""
-
-    task: asyncio.Task[UpstreamAnswer]
-    writes: int
-
-
 class LongPolls:
     """Readers that wait for the next batch and get one response."""
 
@@ -50,7 +43,7 @@ class LongPolls:
         self._gate = gate
         self._channels = channels
         self._book = book
-        self._asked: dict[tuple[str, ...], UpstreamPoll] = {}
+        self._asked: SingleFlight[tuple[str | int | None, ...], UpstreamAnswer] = SingleFlight()
         self._bells: dict[ChannelWaiter, Caller] = {}
         self._stopping = False
 
@@ -126,26 +119,16 @@ class LongPolls:
     async def _ask(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
         """The owner's response; equal concurrent reads share one request."""
         facts = self._book.get(reading.name)
-        key = (reading.name, reading.offset, reading.fmt, reading.key, reading.raw_live)
-        asked = self._asked.get(key)
-        if asked is not None and asked.writes == facts.writes:
+        key = (reading.name, reading.offset, reading.fmt, reading.key, reading.raw_live, facts.writes)
+        running = self._asked.get(key)
+        if running is not None:
             self._context.telemetry.edge_coalesced.value += 1
             try:
-                return await asyncio.shield(asked.task)
+                return await asyncio.shield(running)
             except UpstreamRefusedError as refused:
                 if refused.refusal.status not in UNSHARED_STATUSES:
                     raise
-        task = self._context.loop.create_task(self._fetch(reading, caller))
-        asked = self._asked[key] = UpstreamPoll(task, facts.writes)
-
-        def answered(_: asyncio.Task[UpstreamAnswer]) -> None:
-            if self._asked.get(key) is asked:
-                del self._asked[key]
-            if not task.cancelled():
-                task.exception()
-
-        task.add_done_callback(answered)
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._asked.start(key, self._fetch(reading, caller)))
 
     async def _fetch(self, reading: SharedRead, caller: Caller) -> UpstreamAnswer:
         context = self._context

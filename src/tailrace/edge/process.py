@@ -155,7 +155,7 @@ class EdgeServer:
         if self.revoked is not None:
             self._reload_token()
             await self.revoked.start()
-            self.context.spawn(self._watch_identities())
+            self.context.tasks.start(self._watch_identities())
         self._http = http = StreamingServer(self.app, settings.limits, on_drain=self.app.end_live)
         self._connect_telemetry(http)
         if settings.tls_cert:
@@ -244,7 +244,7 @@ class EdgeServer:
     def _on_registry(self, name: str, operation: str) -> None:
         self.book.drop(name, "registry")
         if operation == "delete":
-            self.context.spawn(self.channels.recheck(name))
+            self.context.tasks.start(self.channels.recheck(name))
 
     def _connect_telemetry(self, http: StreamingServer) -> None:
         telemetry = self.telemetry

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import SingleFlight
 from tailrace.edge.auth import Caller
 from tailrace.edge.cache import DiskCache, MemoryCache, RecentRead, RecentReads, Slice
 from tailrace.edge.channels import ChannelTable
@@ -25,13 +25,6 @@ UNSHARED_STATUSES = (401, 403, 429)
 JSON = "json"
 
 SliceKey = tuple[str, str, str, str, str]  # name, filter, format, key, offset
-
-
-class PendingRead(NamedTuple):
-    """A read in progress, and the state of the stream when it was sent."""
-
-    task: asyncio.Task[Slice]
-    writes: int
 
 
 class SliceReader:
@@ -57,9 +50,9 @@ class SliceReader:
         self._registry = registry
         self._renewals = renewals
         self._verifies = verifies
-        self._flights: dict[SliceKey, PendingRead] = {}
+        self._flights: SingleFlight[tuple[SliceKey, int], Slice] = SingleFlight()  # by key and writes
         self._recent = RecentReads()
-        self._confirming: dict[str, asyncio.Task[None]] = {}
+        self._confirming: SingleFlight[str, None] = SingleFlight()
 
     async def get(self, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:
         """A slice and its X-Cache value. Raises the upstream's error."""
@@ -79,17 +72,18 @@ class SliceReader:
         """The slice from upstream, shared with equal concurrent reads."""
         key = slice_key(reading)
         facts = self._book.get(reading.name)
-        flight = self._flights.get(key)
-        if flight is not None and flight.writes == facts.writes:
+        running = self._flights.get((key, facts.writes))
+        if running is not None:
             self._context.telemetry.edge_coalesced.value += 1
             try:
-                return await asyncio.shield(flight.task)
+                return await asyncio.shield(running)
             except UpstreamLostError:
                 pass  # retried once, unshared
             except UpstreamRefusedError as refused:
                 if refused.refusal.status not in UNSHARED_STATUSES:
                     raise
-        return await asyncio.shield(self._start_fetch(key, reading, caller, facts))
+        fetch = self._fetch(key, reading, caller, facts)
+        return await asyncio.shield(self._flights.start((key, facts.writes), fetch))
 
     # -- the cache
 
@@ -168,12 +162,7 @@ class SliceReader:
 
     async def _confirm(self, name: str, caller: Caller) -> None:
         """HEAD of a stream; concurrent callers share one request."""
-        task = self._confirming.get(name)
-        if task is None:
-            task = self._context.loop.create_task(self._fetch_head(name, caller.authorization))
-            self._confirming[name] = task
-            task.add_done_callback(lambda _: self._confirming.pop(name, None))
-        await asyncio.shield(task)
+        await self._confirming.run(name, lambda: self._fetch_head(name, caller.authorization))
 
     async def _fetch_head(self, name: str, authorization: bytes | None) -> None:
         try:
@@ -182,21 +171,6 @@ class SliceReader:
             return  # recorded; the read itself reports the error
 
     # -- reading upstream
-
-    def _start_fetch(
-        self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo
-    ) -> asyncio.Task[Slice]:
-        task = self._context.loop.create_task(self._fetch(key, reading, caller, facts))
-        flight = self._flights[key] = PendingRead(task, facts.writes)
-
-        def landed(_: asyncio.Task[Slice]) -> None:
-            if self._flights.get(key) is flight:
-                del self._flights[key]
-            if not task.cancelled():
-                task.exception()
-
-        task.add_done_callback(landed)
-        return task
 
     async def _fetch(self, key: SliceKey, reading: SharedRead, caller: Caller, facts: StreamInfo) -> Slice:
         context = self._context
@@ -228,7 +202,7 @@ class SliceReader:
             raise UpstreamRefusedError(UpstreamAnswer(reply.status, reply.fields, body))
         facts.note_read(sent_at, generation)
         if self._is_cacheable(found):
-            context.spawn(self._keep(key, found, facts, generation, caller))
+            context.tasks.start(self._keep(key, found, facts, generation, caller))
         elif found.is_open and found.tag and facts.generation == generation:
             # After a concurrent write it is not served again, only revalidated.
             self._recent.put(key, RecentRead(found, generation, writes, now))

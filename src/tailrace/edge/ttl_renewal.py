@@ -76,7 +76,7 @@ class TtlRenewals:
             self._schedule(name, due)
         else:
             del self._due[name]
-            self._context.spawn(self._renew(name, due))
+            self._context.tasks.start(self._renew(name, due))
 
     async def _renew(self, name: str, due: PendingRenewal) -> None:
         loop, facts = self._context.loop, due.facts
@@ -122,5 +122,5 @@ class TtlRenewals:
             if due.timer is not None:
                 due.timer.cancel()
         if left:
-            told = [self._context.spawn(self._renew(name, due)) for name, due in left]
+            told = [self._context.tasks.start(self._renew(name, due)) for name, due in left]
             await asyncio.wait(told, timeout=STOP_S)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import random
 from collections import deque
 from collections.abc import Callable
 from math import inf
@@ -17,9 +16,11 @@ from math import inf
 import orjson
 import xxhash
 
+from tailrace.common.backoff import Backoff, backoff_delay
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.edge.requests import build_request
 from tailrace.edge.upstream_pool import ConnectionPool, UpstreamAddress, UpstreamLostError
 
@@ -166,7 +167,7 @@ class Upstream:
         self._reopening = LoadRamp(time)  # of lost sockets, after failed openings
         self.opening = OpenLimiter(self._reopening)
         self._edge_id = edge_id
-        self._failures = 0
+        self._backoff = Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX, jitter=1.0)
         self._back = asyncio.Event()
         self._bad_checks = 0
         self._good_checks = 0
@@ -183,15 +184,10 @@ class Upstream:
 
     async def pause(self) -> None:
         """Back-off before a lost socket is reopened; ends early when the upstream recovers."""
-        most = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2**self._failures)
-        try:
-            async with asyncio.timeout(random.uniform(0, most)):  # noqa: S311 - spreads load
-                await self._back.wait()
-        except TimeoutError:
-            return
+        await wait_event(self._back, self._backoff.upcoming_s())
 
     def record_opened(self) -> None:
-        if self._failures:
+        if self._backoff.failures:
             self._came_back()
             self._start_check()
 
@@ -227,7 +223,7 @@ class Upstream:
 
     def _came_back(self) -> None:
         """Wakes the sockets that wait to be reopened."""
-        self._failures = 0
+        self._backoff.reset()
         self._reopening.begin()
         self._back.set()
         self._back = asyncio.Event()
@@ -235,7 +231,7 @@ class Upstream:
     def record_failed(self, now: float) -> None:
         """A connection failed."""
         self.mark_suspect()
-        self._failures = min(self._failures + 1, 10)
+        self._backoff.failures += 1
         self._lost_at.append(now)
         if len(self._lost_at) == FAILED_CONNECTS_MAX and now - self._lost_at[0] <= FAILED_CONNECTS_S:
             self._set_health(False)
@@ -247,7 +243,7 @@ class Upstream:
         if ready:
             if self.suspect_since is not None and self.suspect_since <= asked_at:
                 self.suspect_since = None
-            if self._failures:
+            if self._backoff.failures:
                 self._came_back()
             self._bad_checks = 0
             self._good_checks += 1
@@ -309,7 +305,7 @@ class Upstreams:
         self.all = [Upstream(origin, limits, edge_id, self.deployments) for origin in origins]
         self.mode = mode
         self._by_id = {upstream.id: upstream for upstream in self.all}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
 
     async def start(self) -> None:
         """Checks all upstreams once, then every two seconds."""
@@ -317,12 +313,10 @@ class Upstreams:
         for upstream in self.all:
             if upstream.wrong:
                 raise TailraceError("invalid_request", upstream.wrong)
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        self._tasks.start(self._watch())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         for upstream in self.all:
             upstream.close()
 
@@ -415,7 +409,7 @@ class ReconnectBackoff:
 
     def note(self) -> None:
         """Counts an attempt that the upstream refused."""
-        self._count = min(self._count + 1, 10)
+        self._count += 1
 
     def note_ended(self, open_s: float) -> bool:
         """Counts a closed socket; True if it is the first failure in a row."""
@@ -427,5 +421,4 @@ class ReconnectBackoff:
     async def pause(self) -> None:
         """No pause after the first failure, then doubled each time, full jitter."""
         if self._count > 1:
-            most = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (self._count - 1))
-            await asyncio.sleep(random.uniform(0, most))  # noqa: S311 - spreads load
+            await asyncio.sleep(backoff_delay(self._count, BACKOFF_S_MIN, BACKOFF_S_MAX, jitter=1.0))

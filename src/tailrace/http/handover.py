@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from tailrace.common.tasks import TaskSet
 from tailrace.http.connection import HttpConnection
 from tailrace.http.exchange import MODE_ADMISSION_CHECKED, MODE_UPGRADE, Exchange
 from tailrace.http.relay import encode_request
@@ -72,7 +73,7 @@ class HandoverReceiver:
     def __init__(self, http: HttpServer, path: str, loop: asyncio.AbstractEventLoop) -> None:
         self._http = http
         self._loop = loop
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(path)
         loop.add_reader(self._socket, self._on_readable)
@@ -98,11 +99,7 @@ class HandoverReceiver:
         except OSError:
             os.close(descriptor)
             return
-        task = self._loop.create_task(
-            self._connect(lambda: HandedOverConnection(self._http, request), client)
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._connect(lambda: HandedOverConnection(self._http, request), client))
 
     async def _connect(self, factory: Callable[[], HandedOverConnection], client: socket.socket) -> None:
         try:

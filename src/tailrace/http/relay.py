@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import (
     CONNECTION_CLOSE,
     MODE_CLOSE,
@@ -174,7 +175,7 @@ class PeerClient:
         self._body_bytes_max = body_bytes_max
         self.body_bytes = 0  # of requests without a response yet
         self._idle: deque[PeerConnection] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self.relayed = 0
         self.lost = 0
 
@@ -211,9 +212,7 @@ class PeerClient:
             if not upstream.transport.is_closing():
                 upstream.begin(request, sink, is_head)
                 return
-        task = self._loop.create_task(self._connect(request, sink, is_head))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._connect(request, sink, is_head))
 
     async def _connect(self, request: bytes, sink: ResponseReceiver, is_head: bool) -> None:
         try:
@@ -234,8 +233,7 @@ class PeerClient:
         for upstream in self._idle:
             upstream.transport.abort()
         self._idle.clear()
-        for task in tuple(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
 
 
 def build_request(method: str, target: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:

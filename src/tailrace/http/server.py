@@ -13,6 +13,7 @@ from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.file_descriptors import accept_backlog, refused_connections_max
 from tailrace.common.limits import Limits
+from tailrace.common.tasks import wait_event
 from tailrace.http.connection import CACHED_HEADS_MAX, CachedHead, HttpConnection
 from tailrace.http.exchange import App, Exchange, date_line, status_line
 from tailrace.http.request_body import RequestBodyConnection
@@ -150,12 +151,10 @@ class HttpServer:
             for swept in tuple(self._swept):
                 swept.drain()
         wait_s = (self.limits.drain_ms if ms is None else ms) / 1000
-        try:
-            await asyncio.wait_for(self._emptied.wait(), wait_s)
-        except TimeoutError:
+        drained = await wait_event(self._emptied, wait_s)
+        if not drained:
             await self.close()
-            return False
-        return True
+        return drained
 
     async def close(self) -> None:
         """Stop at once: abort every connection."""

@@ -15,6 +15,7 @@ from tailrace.auth import Identity
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.hub import decide, session_lifecycle
 from tailrace.hub.effects import (
@@ -221,7 +222,7 @@ class EffectRunner:
         self._queue: deque[Effect] = deque()
         self._running = False
         self._settling = False  # append outcomes are in, and their effects have not run
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._tick: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
         self.on_bounds: Callable[[], None] | None = None  # called when a stream may be trimmed
@@ -239,8 +240,7 @@ class EffectRunner:
             if timer is not None:
                 timer.cancel()
         self._tick = self._flush = None
-        for task in tuple(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
 
     def _on_tick(self) -> None:
         self._tick = self._context.loop.call_later(TICK_S, self._on_tick)
@@ -444,9 +444,7 @@ class EffectRunner:
             )
             self._after(partial(effect.then, found))
 
-        task = self._context.loop.create_task(later())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(later())
 
 
 def _reach_failpoint(when: str, stream: str) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
@@ -62,7 +63,7 @@ class SchemaRoutes:
         self._adoptions = adoptions
         self._log = context.log
         self._thread = ThreadPoolExecutor(1, "schema")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -81,11 +82,7 @@ class SchemaRoutes:
             raise responses.method_not_allowed(METHODS)
 
     def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
-        task = self._context.loop.create_task(
-            self._update(AdoptionResponse(exchange), name, body, adopts=adopts)
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._update(AdoptionResponse(exchange), name, body, adopts=adopts))
 
     async def _update(self, response: AdoptionResponse, name: str, body: object, *, adopts: bool) -> None:
         try:
@@ -186,7 +183,7 @@ class ProfileRoutes:
         self._context = context
         self._log = context.log
         self._adoptions = adoptions
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._on_changed = on_changed
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -197,9 +194,7 @@ class ProfileRoutes:
             current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
             if wants_adoption(exchange) and stream.tail and needs_entry_check(new, current):
                 profile_changes(stream, new, adopted=True)  # reject what can be rejected before the check
-                task = self._context.loop.create_task(self._adopt(response, stream, new))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks.start(self._adopt(response, stream, new))
             else:
                 self._install(response, stream, new)
         elif method in (b"GET", b"HEAD"):

@@ -18,6 +18,7 @@ import orjson
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
@@ -141,7 +142,7 @@ class SearchRoutes:
         self.records = PointReader(context.log.reader)
         self.counts = SearchTotals()
         self._sealed_early: dict[int, float] = {}  # time of the last request by stream number
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def seal_early(self, seal: Callable[[str], Coroutine[None, None, None]]) -> None:
         """Set how to seal a stream when the tail index is over budget: index files then replace its rows."""
@@ -188,9 +189,7 @@ class SearchRoutes:
             logger.info("tail index update failed", extra=log_fields(stream=stream.name, error=str(error)))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._context.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     def close(self) -> None:
         self.tail.close()
@@ -327,7 +326,7 @@ class AggregateRoutes:
         self._log = context.log
         self._gate = search.gate
         self._aggregator = Aggregator(search.searcher)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method != b"POST":
@@ -345,9 +344,7 @@ class AggregateRoutes:
         request = bind_aggregate(parameters, None if view is None else view.config)
         assert view is not None, "bind_aggregate rejects a stream without search configuration"
         self._log.touch(stream)
-        task = self._context.loop.create_task(self._respond(exchange, stream, view, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._respond(exchange, stream, view, request))
 
     async def _respond(
         self, exchange: Exchange, stream: Stream, view: RecordView, request: AggregateRequest

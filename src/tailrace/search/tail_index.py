@@ -13,12 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import wait_event
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader
 from tailrace.search.chunk_process import ChunkProcess, ChunkProcessError, build_chunk
@@ -228,9 +229,7 @@ class TailIndex:
         On threads it waits for running searches first: side by side each would take twice as long.
         """
         if self._process is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FILL_DELAY_MAX_S):
-                    await self._idle.wait()
+            await wait_event(self._idle, FILL_DELAY_MAX_S)
         stream = index.stream
         while not stream.removed:
             last = stream.visible

@@ -22,6 +22,7 @@ from tailrace.auth import (
 )
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import if_none_match
@@ -66,7 +67,7 @@ class IdentityRoutes:
     def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
         self._context = context
         self._verifier = verifier
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self.on_change: Callable[[], None] = _ignore_change
         self._marks = (0, *_encode_marks(RevokedHashes()))  # version of the records, ETag and body
 
@@ -210,9 +211,7 @@ class IdentityRoutes:
         self._spawn(self._respond(exchange, work, build_response))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._context.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     async def _respond(
         self,

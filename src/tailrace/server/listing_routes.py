@@ -8,6 +8,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.listing import list_streams
@@ -82,7 +83,7 @@ class RoutingKeyRoutes:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.listing = KeyListing(context.log)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def routing_keys(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
         if method not in (b"GET", b"HEAD"):
@@ -94,11 +95,7 @@ class RoutingKeyRoutes:
         after = query.get("after")
         if not read_documents(stream).routing_key:
             raise TailraceError("invalid_request", "routing key not configured")
-        task = self._context.loop.create_task(
-            self._respond(exchange, stream, None if after is None else after.encode(), limit)
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._respond(exchange, stream, None if after is None else after.encode(), limit))
 
     async def _respond(self, exchange: Exchange, stream: Stream, after: bytes | None, limit: int) -> None:
         request_s = self._context.limits.request_ms / 1000

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Self
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
@@ -108,7 +109,7 @@ class OtlpRoutes:
         self._threads = ThreadPoolExecutor(DECODES_MAX, "otlp")
         self._decodes = asyncio.Semaphore(DECODES_MAX)
         self._waiting = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -168,11 +169,7 @@ class OtlpRoutes:
             raise self._log.pressure
         if self._waiting >= WAITING_MAX:
             raise TailraceError("overloaded", f"{WAITING_MAX} OTLP exports are in progress already")
-        task = self._context.loop.create_task(
-            self._respond(exchange, ExportTarget.of(stream), profile, media, gzipped)
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._respond(exchange, ExportTarget.of(stream), profile, media, gzipped))
 
     async def _respond(
         self, exchange: Exchange, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool

@@ -22,7 +22,9 @@ from typing import Final
 import msgspec
 
 from tailrace.common import process
+from tailrace.common.backoff import Backoff
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.routing.context import Context
 from tailrace.server.java import find_java
@@ -241,22 +243,20 @@ class PipelineProcess:
         self._state = state
         self._grant = grant
         self._endpoint = endpoint
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self._child: asyncio.subprocess.Process | None = None
         self._pipe = -1  # our end of the child's pipe
-        self._backoff_s = BACKOFF_S_MIN
+        self._backoff = Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX)
         self._started_s = self._again_s = self._java_s = self._idle_s = self._token_s = 0.0
         self._recheck_java = False
         self._drained = False
 
     def start(self) -> None:
         if self._context.settings.pipeline == "auto":
-            self._task = self._loop.create_task(self._run())
+            self._tasks.start(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         await self._terminate()
 
     def recheck_java(self) -> None:
@@ -322,7 +322,7 @@ class PipelineProcess:
         if heartbeat is not None and heartbeat.pid == child.pid and state.heartbeat_s >= self._started_s:
             self._set_state(heartbeat.state if heartbeat.state in ("idle", "starting") else "running")
             if now_s - self._started_s >= HEALTHY_S:
-                self._backoff_s = BACKOFF_S_MIN
+                self._backoff.reset()
         if state.state != "idle" or self._demand().streams:
             self._idle_s = now_s
         elif (now_s - self._idle_s) * 1000 >= self._context.limits.pipeline_idle_stop:
@@ -337,12 +337,11 @@ class PipelineProcess:
 
     def _fail(self, error: str) -> None:
         """Back off before the next start."""
-        now_s = self._loop.time()
-        logger.warning("pipeline failed, retrying", extra=log_fields(error=error, retry_s=self._backoff_s))
+        pause_s = self._backoff.next_s()
+        logger.warning("pipeline failed, retrying", extra=log_fields(error=error, retry_s=pause_s))
         self._state.last_error = error
         self._state.restarts += 1
-        self._again_s = now_s + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
+        self._again_s = self._loop.time() + pause_s
         self._set_state("backoff", error)
 
     async def _check_java(self, *, at_start: bool = False) -> None:

@@ -6,7 +6,6 @@ the bucket, and publishes them. The server checks each publication and lists its
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import lru_cache
@@ -18,6 +17,7 @@ import orjson
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.records import Op, Published, Sealed
@@ -330,7 +330,7 @@ class PipelineRoutes:
         self.index_waits = IndexWaitTimer(context.telemetry)
         self.demand: Callable[[], PipelineBacklog] = self.state.demand
         self.child: PipelineProcess | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._ending = False
 
     def start(self) -> None:
@@ -372,9 +372,7 @@ class PipelineRoutes:
         await self.stop_child()
         await self.publishing.compacting.stop()
         await self.work.stop()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def respond(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
         authorise(identity, Action.PIPELINE)
@@ -402,9 +400,7 @@ class PipelineRoutes:
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._context.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     async def _respond(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
         try:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.decide import offset_gone, resolve_position
 from tailrace.log.history import MissingBlock, NotLocalError
@@ -112,7 +113,7 @@ class ReadRoutes:
         settings = context.settings
         # Prefixes of streams that can be read without a token; None if all can.
         self._public = settings.auth_public_prefixes if settings.auth_configured else None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self.filtered = FilteredReads(context, self._registry_of)
         self._rows = ArrowPages(context.loop)
         self.spark_reads = 0
@@ -241,9 +242,7 @@ class ReadRoutes:
         self._spawn(self._respond_later(exchange, request, self._read(request, key)))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._context.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     async def _read(self, request: ReadRequest, key: bytes | None) -> PageResponder:
         bytes_max, entries_max, apart = self._page_limits(request)

@@ -23,6 +23,7 @@ from tailrace.common import memory as allocator
 from tailrace.common import memory as auto_tune
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import SETTINGS_TABLE, Setting
+from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.history import HISTORY_THREADS
@@ -473,16 +474,14 @@ class SealRoute:
     def __init__(self, context: Context, sealing: SealingService) -> None:
         self._context = context
         self._sealing = sealing
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def seal(self, exchange: Exchange, identity: Identity) -> None:
         name = parse_query(exchange.query).get("stream") or None
         authorise(identity, Action.SEAL, stream=name)
         if name is not None:
             self._context.log.readable(name)
-        task = self._context.loop.create_task(self._respond(exchange, name))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._respond(exchange, name))
 
     async def _respond(self, exchange: Exchange, name: str | None) -> None:
         status, body = 200, {"sealed": True}

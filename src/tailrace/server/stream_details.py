@@ -17,6 +17,7 @@ import xxhash
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
@@ -211,7 +212,7 @@ class DetailsRoutes:
         self.tail_of: Callable[[Stream], TailIndexStatus] = lambda _: TailIndexStatus()
         self.indexed_of: Callable[[Stream], IndexSnapshot | None] = lambda _: IndexSnapshot()
         self.load_index: Callable[[Stream], Awaitable[None]] = _no_index
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
 
     def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
@@ -233,11 +234,7 @@ class DetailsRoutes:
             raise TailraceError("invalid_request", "live must be true or long-poll")
         timeout_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
         if self.indexed_of(stream) is None:
-            task = self._context.loop.create_task(
-                self._load(exchange, identity, stream, kind, live, timeout_ms)
-            )
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._load(exchange, identity, stream, kind, live, timeout_ms))
         else:
             self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
 

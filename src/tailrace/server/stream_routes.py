@@ -19,6 +19,7 @@ import orjson
 
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.decide import AppendRequest, CreateRequest
@@ -167,7 +168,7 @@ class StreamRoutes:
         self._validator = guard
         self._log = context.log
         self._limits = context.limits
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._respond_append = (
             self._respond_append_timed if context.settings.server_timing else respond_append
         )
@@ -311,9 +312,7 @@ class StreamRoutes:
         try:
             self._log.create(request, self._respond_create, exchange)
         except NotLocalError as needed:
-            task = self._context.loop.create_task(self._create_later(exchange, request, needed))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._create_later(exchange, request, needed))
 
     def _inherit(
         self, name: str, initial: AppendRequest | None, source: Stream, entry: int

@@ -13,12 +13,12 @@ import asyncio
 import logging
 import shutil
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
+from tailrace.common.tasks import TaskSet, run_all
 from tailrace.log import system_streams
 from tailrace.log.journal import JournalCorruptError, list_files
 from tailrace.log.model import Tombstone
@@ -112,13 +113,13 @@ async def show_progress(restored: BootstrapReport) -> AsyncGenerator[None]:
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
     work = _draw_progress_bar(restored) if sys.stderr.isatty() else _log_progress(restored)
-    task = loop.create_task(work)
+    tasks = TaskSet()
+    tasks.start(work)
     try:
         yield
     finally:
         restored.seconds = loop.time() - begun_s
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await tasks.close()
 
 
 async def _log_progress(restored: BootstrapReport) -> None:
@@ -295,7 +296,7 @@ class Bootstrap:
         await self._find()
         failpoints.reached("bootstrap.after_list")
         while waiting := await self._on_thread(lambda: self._store.next_waiting(RESTORE_BATCH)):
-            await self._each(_in_batches(waiting), self._restore)
+            await run_all(waiting, self._restore, at_once=self._at_once)
             await self._flush()
             failpoints.reached("bootstrap.after_batch")
 
@@ -314,10 +315,10 @@ class Bootstrap:
                 await self._on_thread(lambda: self._store.add_found(batch))
 
         async def shard(prefix: str) -> None:
-            await self._each(self._unknown(prefix), load, max(1, self._at_once // LISTS_IN_PARALLEL))
+            await run_all(self._unknown(prefix), load, at_once=max(1, self._at_once // LISTS_IN_PARALLEL))
 
         prefixes = (f"{STREAMS_PREFIX}{number:02x}/" for number in range(256))
-        await self._each(_in_batches(prefixes), shard, LISTS_IN_PARALLEL)
+        await run_all(prefixes, shard, at_once=LISTS_IN_PARALLEL)
         await self._on_thread(lambda: self._store.add_found(heads))
 
     async def _unknown(self, prefix: str) -> AsyncIterator[str]:
@@ -464,7 +465,7 @@ class Bootstrap:
             await self._on_thread(lambda: put_server_facts(db, facts))
             self.restored.subscriptions += loaded[0].config is not None
 
-        await self._each(objects.subscription_keys(), subscription)
+        await run_all(objects.subscription_keys(), subscription, at_once=self._at_once)
         try:
             secrets = await restore_secrets(objects, self._settings.recovery_key)
         except MetaCorruptError as error:
@@ -494,34 +495,3 @@ class Bootstrap:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _each(
-        self, items: AsyncIterator[T], work: Callable[[T], Awaitable[None]], at_once: int = 0
-    ) -> None:
-        """Some at a time. The first failure ends all of them."""
-        gate = asyncio.Semaphore(at_once or self._at_once)
-
-        async def one(item: T) -> None:
-            try:
-                await work(item)
-            finally:
-                gate.release()
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                async for item in items:
-                    await gate.acquire()
-                    tasks.create_task(one(item))
-        except BaseExceptionGroup as errors:
-            raise _first_error(errors) from None
-
-
-def _first_error(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseException", error.exceptions[0])
-    return error
-
-
-async def _in_batches(items: Iterable[T]) -> AsyncIterator[T]:
-    for item in items:
-        yield item

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from tailrace.common.backoff import Backoff
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
@@ -37,8 +38,8 @@ class BucketHealth:
         self._confirmed_s = loop.time()
         self._confirm_s = max(limits.seal_interval_ms / 1000, CONFIRM_S_MIN)
         self._paused_until_s = 0.0
-        self._pause_s = BUCKET_PAUSE_S_MIN
         self.pause_s_max = limits.seal_pause_ms / 1000
+        self._backoff = Backoff(BUCKET_PAUSE_S_MIN, self.pause_s_max)
         self._logged_s: dict[str, float] = {}  # errors of single streams and when they were logged
 
     @property
@@ -64,7 +65,7 @@ class BucketHealth:
         self.failure = self._owner_failure = self.owner.failure
 
     def is_confirmation_due(self, now_s: float) -> bool:
-        wait_s = self._confirm_s if self.owner.fence else self._pause_s
+        wait_s = self._confirm_s if self.owner.fence else self._backoff.upcoming_s()
         return not self._confirming and now_s - self._confirmed_s >= wait_s
 
     async def confirm(self) -> None:
@@ -80,7 +81,7 @@ class BucketHealth:
         else:
             previous, self._owner_failure = self._owner_failure, self.owner.failure
             if self._owner_failure and not self.owner.fence:
-                self._pause_s = min(2 * self._pause_s, self.pause_s_max)
+                self._backoff.failures += 1
                 self.failure = self._owner_failure
             elif self.failure == previous and not self._owner_failure:
                 self.failure = ""
@@ -124,7 +125,7 @@ class BucketHealth:
             logger.error("sealer job failed, retrying", extra=fields)
 
     def _on_success(self) -> None:
-        self._pause_s = BUCKET_PAUSE_S_MIN
+        self._backoff.reset()
         if self.failure:
             logger.warning("object store available again")
             self.failure = ""
@@ -135,8 +136,7 @@ class BucketHealth:
         """Backs off, doubling the pause; several jobs that fail at once count as one failure."""
         now_s = self._loop.time()
         if now_s >= self._paused_until_s:
-            self._paused_until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, self.pause_s_max)
+            self._paused_until_s = now_s + self._backoff.next_s()
 
     def _should_log(self, error: str) -> bool:
         """Whether an error of a single stream was not logged within the last hour."""

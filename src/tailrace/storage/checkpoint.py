@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.storage.checkpointer import is_vacuum_due
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class CheckpointService:
         self._backlog: list[tuple[int, int]] = []  # replayed at the start; goes along with the next file
         self._last_seq = 0
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self._child: asyncio.subprocess.Process | None = None
         self._disk_short = False
         self._rebuilding = False  # the child rewrites the whole file; a journal file does not wait for that
@@ -59,12 +60,10 @@ class CheckpointService:
                 self.retired(seq, end)
         else:
             self._backlog = list(replayed)
-        self._task = asyncio.create_task(self._run())
+        self._tasks.start(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         await self._end_child()
 
     async def _end_child(self) -> None:
@@ -93,10 +92,7 @@ class CheckpointService:
     async def _run(self) -> None:
         while True:
             await self._vacuum()
-            try:
-                async with asyncio.timeout(self._log.limits.helper_idle_ms / 1000):
-                    await self._wake.wait()
-            except TimeoutError:
+            if not await wait_event(self._wake, self._log.limits.helper_idle_ms / 1000):
                 # An idle child uses some 50 MB, and starting one is fast.
                 await self._end_child()
                 await self._wake.wait()

@@ -21,6 +21,7 @@ from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.log import segment_catalogue
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.segment_catalogue import CompactionIntent
@@ -365,7 +366,7 @@ class CompactionService:
         self._sealing = sealing
         self._locks = locks
         self._loop = loop
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self.segments = self.rows = 0  # that became part of others, since the start
 
     def start(self) -> None:
@@ -373,9 +374,7 @@ class CompactionService:
         self._finish_later()
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
 
     async def begin(self, stream: Stream, intent: CompactionIntent) -> int:
         """The generation of the manifest that lists the new segment. TailraceError if it is not listed."""
@@ -434,8 +433,8 @@ class CompactionService:
     # -- what was not finished -----------------------------------------------------------------------------
 
     def _finish_later(self) -> None:
-        if self._task is None or self._task.done():
-            self._task = self._loop.create_task(self._finish_all())
+        if not self._tasks.running:
+            self._tasks.start(self._finish_all())
 
     async def _finish_all(self) -> None:
         """Retries until no started compaction is left."""

@@ -23,6 +23,7 @@ import msgspec
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.log import system_streams
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Compacted, Delete, Describe, Op, Published, Sealed, Trim
@@ -226,7 +227,7 @@ class IndexWork:
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self._scanned = False
         self._threads = ThreadPoolExecutor(1, "work")  # SQLite has one connection for each thread
         self.on_stale: Callable[[Stream, tuple[str, ...]], None] | None = None
@@ -240,13 +241,11 @@ class IndexWork:
                 self._dirty[number] = None
         for number in self._log.streams.uncheckpointed:
             self._dirty[number] = None
-        self._task = self._loop.create_task(self._run())
+        self._tasks.start(self._run())
         self._wake.set()
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         for timer in self._timers.values():
             timer.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -261,11 +260,7 @@ class IndexWork:
 
     async def change(self, wait_s: float) -> None:
         """Returns when there may be other work than now, or the time is up."""
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+        await wait_event(self._changed, wait_s)
 
     @property
     def settled(self) -> bool:

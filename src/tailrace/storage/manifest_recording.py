@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tailrace.common.backoff import Backoff
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Recorded
@@ -99,7 +100,7 @@ class ManifestRecorder:
         self._requested = True
         self._running = False
         self.rounds = 0  # finished, successful or not
-        self._pause_s = RECORD_PAUSE_S_MIN
+        self._backoff = Backoff(RECORD_PAUSE_S_MIN, RECORD_PAUSE_S_MAX)
         self._recorded: dict[int, int] = {}  # stream to the journal file its manifest covers
         self._deleted: set[int] = set()
         self._by_file: dict[int, list[int]] = {}  # journal file to the streams it records as done
@@ -125,7 +126,7 @@ class ManifestRecorder:
         if self._requested and not self._running:
             self._requested = False
             self._running = True
-            self._sealing.spawn(self._round())
+            self._sealing.tasks.start(self._round())
 
     async def _round(self) -> None:
         try:
@@ -138,10 +139,9 @@ class ManifestRecorder:
             self._running = False
             self.rounds += 1
         if done:
-            self._pause_s = RECORD_PAUSE_S_MIN
+            self._backoff.reset()
         else:
-            self._sealing.call_later(self._pause_s, self._request)
-            self._pause_s = min(2 * self._pause_s, RECORD_PAUSE_S_MAX)
+            self._sealing.call_later(self._backoff.next_s(), self._request)
 
     def _request(self) -> None:
         self._requested = True

@@ -151,7 +151,7 @@ class RetentionService:
         """Starts a scan if a stream is due."""
         if not self._scanning and now_s >= self._scan_at_s and self._log.refusal is None:
             self._scanning = True
-            self._sealing.spawn(self._scan(now_s))
+            self._sealing.tasks.start(self._scan(now_s))
 
     async def _scan(self, now_s: float) -> None:
         delay_s = TRIM_PAUSE_S
@@ -215,7 +215,7 @@ class RetentionService:
         if self._requested and not self._deleting:
             self._requested = False
             self._deleting = True
-            self._sealing.spawn(self._delete())
+            self._sealing.tasks.start(self._delete())
 
     async def _delete(self) -> None:
         clean = False

@@ -30,6 +30,7 @@ import msgspec
 
 from tailrace.common import failpoints, process
 from tailrace.common.logging_setup import configure_logging, log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.log.model import Stream
 from tailrace.log.stored_streams import StoredStreams, decode_block
 from tailrace.storage.compaction import CompactionSealer
@@ -596,7 +597,7 @@ def _read_jobs(loop: asyncio.AbstractEventLoop, take: Callable[[SealerJob], None
 
 async def serve_jobs(setup: SealerSetup) -> None:
     sealer = Sealer(setup)
-    tasks: set[asyncio.Task[None]] = set()
+    tasks = TaskSet()
     loop = asyncio.get_running_loop()
 
     async def work(job: SealerJob) -> None:
@@ -604,9 +605,7 @@ async def serve_jobs(setup: SealerSetup) -> None:
         await loop.run_in_executor(None, _write_line, line)
 
     def take(job: SealerJob) -> None:
-        task = loop.create_task(work(job))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        tasks.start(work(job))
 
     threading.Thread(target=_read_jobs, args=(loop, take), daemon=True).start()
     await asyncio.Event().wait()

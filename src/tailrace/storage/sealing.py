@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.settings import Settings
+from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Delete, Op, Published, Recorded, Sealed, Trim
 from tailrace.log.stored_streams import StoredStreams
@@ -180,7 +181,7 @@ class SealDispatcher:
             self.busy.add(number)
             weight = LARGE_JOB_WEIGHT if large else 1
             self._jobs += weight
-            self._sealing.spawn(self._seal(number, weight))
+            self._sealing.tasks.start(self._seal(number, weight))
 
     async def _seal(self, number: int, weight: int) -> None:
         try:
@@ -318,7 +319,7 @@ class SealingService:
         self._rotation = EarlyRotation(log, self._due, self.backlog, self._checkpoint_needed, loop.time())
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = TaskSet(lambda error: logger.error("sealing stopped unexpectedly", exc_info=error))
         self._tick_s = min(TICK_S, log.limits.seal_interval_ms / 1000)
         self._polled_s = 0.0
 
@@ -331,13 +332,11 @@ class SealingService:
     def start(self) -> None:
         self.backlog.start()
         self._log.on_checkpointed = self._checkpointed
-        self.spawn(self._run())
-        self.spawn(self._scan_unsealed())
+        self.tasks.start(self._run())
+        self.tasks.start(self._scan_unsealed())
 
     async def stop(self) -> None:
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.close()
         if self.sealer is not None:
             await self.sealer.stop()
         await self.health.owner.close()
@@ -345,11 +344,7 @@ class SealingService:
 
     async def _run(self) -> None:
         while not self.health.fenced:
-            try:
-                async with asyncio.timeout(self._tick_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await wait_event(self._wake, self._tick_s)
             self._wake.clear()
             now_s = self._loop.time()
             try:
@@ -374,7 +369,7 @@ class SealingService:
             self.sweep.poll(now_s)
         self._rotation.poll(now_s)
         if self.health.is_confirmation_due(now_s):
-            self.spawn(self._confirm())
+            self.tasks.start(self._confirm())
 
     async def _confirm(self) -> None:
         try:
@@ -486,16 +481,6 @@ class SealingService:
         """Returns when the operation is durable."""
         await await_commit(partial(self._log.record_objects, op))
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("sealing stopped unexpectedly", exc_info=error)
-
     async def on_thread(self, work: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._threads, work)
 
@@ -592,8 +577,4 @@ class SealingService:
         problem = self.health.fenced or self.health.failure
         if problem:
             raise TailraceError("unavailable", f"the object store is unavailable: {problem}")
-        try:
-            async with asyncio.timeout(TICK_S):
-                await self._progress.wait()
-        except TimeoutError:
-            pass
+        await wait_event(self._progress, TICK_S)

@@ -24,7 +24,6 @@ The position is a fact of the log, so a restart continues there. A step that a c
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -34,6 +33,7 @@ import msgspec
 from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import run_all
 from tailrace.log.segment_catalogue import INDEX_DOCUMENT, decode_plans
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.manifests.changes import is_in_grace
@@ -48,7 +48,6 @@ from tailrace.storage.object_store.listing import (
     delete_keys,
     entry_range_of_key,
     epoch_of_key,
-    first_failure,
     stream_id_of_key,
 )
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, index_file_range, plan_name
@@ -225,16 +224,7 @@ class Sweeper:
             if stream_id is not None:
                 folders.setdefault(stream_id, []).append(info)
         self.seen.streams += len(folders.keys() - {stream_id_of_key(after)})
-        gate = asyncio.Semaphore(STREAMS_IN_PARALLEL)
-
-        async def one(stream_id: str, infos: list[ObjectInfo]) -> None:
-            async with gate:
-                await self._folder(stream_id, infos)
-
-        with first_failure():
-            async with asyncio.TaskGroup() as tasks:
-                for stream_id, infos in folders.items():
-                    tasks.create_task(one(stream_id, infos))
+        await run_all(folders.items(), lambda folder: self._folder(*folder), at_once=STREAMS_IN_PARALLEL)
         return found[-1].key if len(found) == LIST_PAGE else None
 
     async def _folder(self, stream_id: str, found: list[ObjectInfo]) -> None:
@@ -444,7 +434,7 @@ class SweepSchedule:
             self._next_s = now_s + min(self._interval_ns / 1e9, SWEEP_CHECK_S)
             return
         self._running = True
-        self._sealing.spawn(self._step(progress, now_s))
+        self._sealing.tasks.start(self._step(progress, now_s))
 
     def _due(self) -> SweepProgress | None:
         """Where the next step starts; None if none is due."""

@@ -16,6 +16,7 @@ import apsw
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import first_failure
 from tailrace.log.journal_check import JournalCheck, check_journal
 from tailrace.log.records import UNREADABLE_ERRORS
 from tailrace.log.stored_streams import decode_block, decode_stream
@@ -24,7 +25,7 @@ from tailrace.storage.manifests.model import HEAD_KEY, ManifestCorruptError, Man
 from tailrace.storage.manifests.pages import ListedSegments
 from tailrace.storage.manifests.store import ManifestStore, find_heads
 from tailrace.storage.object_store.interface import ObjectMissingError
-from tailrace.storage.object_store.listing import first_failure, for_each_stream
+from tailrace.storage.object_store.listing import for_each_stream
 from tailrace.storage.segments.index_files import IndexFile, has_valid_name
 from tailrace.storage.segments.model import CorruptSegmentError, SegmentInfo, segment_name, stream_prefix
 from tailrace.storage.segments.model import make_stream_id as stream_id_of

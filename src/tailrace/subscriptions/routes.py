@@ -11,6 +11,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import offsets, stream_names
 from tailrace.routing import responses
@@ -68,7 +69,7 @@ class SubscriptionRoutes:
     def __init__(self, context: Context, service: SubscriptionService) -> None:
         self._context = context
         self._service = service
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._subscription_handlers: dict[bytes, Handler] = {
             b"PUT": self._put,
             b"GET": self._get,
@@ -122,9 +123,7 @@ class SubscriptionRoutes:
             self._create(exchange, subscription_id, config)
             return
         target = ssrf.check_url(config.webhook_url, self._service.webhooks.rules)
-        task = self._context.loop.create_task(self._resolve(exchange, subscription_id, config, target))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._resolve(exchange, subscription_id, config, target))
 
     async def _resolve(
         self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig, target: ssrf.WebhookTarget

@@ -16,6 +16,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
+from tailrace.common.tasks import TaskSet
 from tailrace.log.decide import AppendRequest
 from tailrace.log.listing import list_streams
 from tailrace.log.log import Log
@@ -131,7 +132,7 @@ class SubscriptionService:
         self._runners: dict[str, SubscriptionRunner] = {}
         self._tombstones: dict[str, SubscriptionHead] = {}
         self._index = SubscriptionIndex()
-        self._creating: set[asyncio.Task[None]] = set()
+        self._creating = TaskSet()
         # Validates appends to a stream with a schema or a profile.
         self.check: Callable[[AppendRequest, Stream], Sequence[bytes | None] | None] | None = None
         telemetry.subscriptions.read = lambda: len(self._runners)
@@ -164,9 +165,7 @@ class SubscriptionService:
         for runner in list(self._runners.values()):
             runner.close(TailraceError("unavailable", "the server is stopping"))
         self._watch(False)
-        for task in list(self._creating):
-            task.cancel()
-        await asyncio.gather(*self._creating, return_exceptions=True)
+        await self._creating.close()
         await self.webhooks.stop()
 
     async def _reconcile(self) -> None:
@@ -361,9 +360,7 @@ class SubscriptionService:
         runner = SubscriptionRunner(Subscription(subscription_id, head), self, self._loop, created=False)
         runner.busy = True  # events wait until it exists
         self._add(runner)
-        task = self._loop.create_task(self._create(runner, callback))
-        self._creating.add(task)
-        task.add_done_callback(self._creating.discard)
+        self._creating.start(self._create(runner, callback))
 
     def _confirm(
         self, runner: SubscriptionRunner, config: SubscriptionConfig, base_url: str, callback: CreatedCallback

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from tailrace.common.backoff import backoff_delay
 from tailrace.common.errors import TailraceError
 from tailrace.subscriptions.model import (
     BEFORE_FIRST,
@@ -268,7 +269,7 @@ def delivery_failed(sub: Subscription, generation: int, now_ms: int, jitter: flo
 def retry_delay_ms(failures: int, jitter: float) -> int:
     assert failures >= 1
     assert -1 <= jitter <= 1
-    pause_ms = min(RETRY_MS_MAX, RETRY_MS_FIRST * 2 ** min(failures - 1, 16))
+    pause_ms = backoff_delay(failures, RETRY_MS_FIRST, RETRY_MS_MAX)
     return round(pause_ms * (1 + RETRY_JITTER * jitter))
 
 

@@ -19,6 +19,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
+from tailrace.common.tasks import TaskSet
 from tailrace.subscriptions import keys as tokens
 from tailrace.subscriptions import ssrf, state_machine, views
 from tailrace.subscriptions.keys import ServerKeys
@@ -175,22 +176,18 @@ class WebhookSender:
         self._loop = loop
         self._outcomes = telemetry.webhook_deliveries
         self.rules = ssrf.url_rules(settings)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._slots = asyncio.Semaphore(DELIVERIES_AT_ONCE)
         self._tls: ssl.SSLContext | None = None
         self.trace: Callable[[str], WebhookSpan] | None = None  # starts a span by subscription id
 
     def send(self, runner: SubscriptionRunner, wake: Wake) -> None:
         runner.sub.delivering = wake.generation
-        task = self._loop.create_task(self._deliver(runner, wake))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._deliver(runner, wake))
 
     async def stop(self) -> None:
         """Cancel running deliveries; the next server retries them."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _deliver(self, runner: SubscriptionRunner, wake: Wake) -> None:
         """One delivery attempt; its outcome is a state machine step."""

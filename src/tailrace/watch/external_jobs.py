@@ -19,6 +19,7 @@ import orjson
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
@@ -75,16 +76,14 @@ class SubscriptionSummaries:
         self._page_subscriptions: list[Subscription] = []  # subscriptions of the current page
         self._until_s = 0.0
         self._lock = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
 
     def start(self) -> None:
         if self._context.settings.watch_summaries:
             self._start_refresh(0)
 
     def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        self._tasks.cancel()
 
     @property
     def _is_requested(self) -> bool:
@@ -117,8 +116,8 @@ class SubscriptionSummaries:
         }
 
     def _start_refresh(self, pause_s: float) -> None:
-        if self._task is None or self._task.done():
-            self._task = self._context.loop.create_task(self._refresh(pause_s))
+        if not self._tasks.running:
+            self._tasks.start(self._refresh(pause_s))
 
     async def _refresh(self, pause_s: float) -> None:
         """Write summaries periodically while they are requested."""
@@ -312,7 +311,7 @@ class JobRoutes:
         self._registry = registry
         self._writer = writer
         self._summaries = summaries
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def match_path(self, raw: bytes) -> tuple[str, str] | None:
         """The database and route, if the path matches."""
@@ -353,9 +352,7 @@ class JobRoutes:
             else:
                 _respond_json(exchange, body)
 
-        task = self._context.loop.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(run())
 
     def _collection(self, database: str, name: str) -> Collection:
         found = self._registry.find(database, names.check_collection(name))

@@ -11,6 +11,7 @@ import apsw
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.log.model import Lifetime
 from tailrace.routing.context import Context
 from tailrace.storage.object_store.interface import ObjectStoreError
@@ -39,7 +40,7 @@ class Maintenance:
         self._keys = keys
         self.views = PublishedViews(context, registry)
         self._sealing: SealingService | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self._removed: list[Collection] = []
         self.other_bounds: Callable[[], list[RetentionBound]] = list  # of other streams
         self.purged = 0
@@ -51,12 +52,10 @@ class Maintenance:
         self.views.seal_soon = sealing.seal_soon
 
     def start(self) -> None:
-        self._task = self._context.loop.create_task(self._run())
+        self._tasks.start(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
         await self.views.close()
 
     def on_removed(self, collection: Collection) -> None:

@@ -9,6 +9,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import header_line, if_none_match
@@ -43,7 +44,7 @@ class DatabaseRoutes:
         self.listing = DatabaseListingRoutes(context, registry)
         self._queries = QueryExecutor(registry, access)
         self._status = StatusRoute(registry, gateway)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
         """`raw` is what follows the prefix, percent-encoded."""
@@ -215,9 +216,7 @@ class DatabaseRoutes:
             else:
                 exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-        task = self._context.loop.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(run())
 
 
 def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document:

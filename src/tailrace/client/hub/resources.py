@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +25,7 @@ from tailrace.client.hub.model import (
 )
 from tailrace.client.hub.session import HubSession, SessionOptions, now_ms
 from tailrace.client.hub.wire import OutgoingRequest
+from tailrace.common.tasks import TaskSet
 from tailrace.hub.envelope import new_id
 
 
@@ -259,17 +260,15 @@ class SessionResources:
         self._paused = PausedTargets()
         self._flow_changed = asyncio.Event()
         self._held_changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     async def open(self) -> None:
         await self.session.start()
-        self._start_task(self._renewals())
-        self._start_task(self._watch_end())
+        self._tasks.start(self._renewals())
+        self._tasks.start(self._watch_end())
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.session.stop()
         self.inbox.end(None)
         for watching in self._watches:
@@ -410,7 +409,7 @@ class SessionResources:
             await self._open_watch(watching)
         except BaseException:
             self._end_watch(watching)
-            self._start_task(self._unwatch(watching.id))
+            self._tasks.start(self._unwatch(watching.id))
             raise
         return watching
 
@@ -440,7 +439,7 @@ class SessionResources:
             response = await self.ask("hub:presence", watching.payload, urgent=urgent)
             page: PresencePage = decode_response(response, PresencePage)
             if watching.ended:
-                self._start_task(self._unwatch(page.watch_id))
+                self._tasks.start(self._unwatch(page.watch_id))
                 return
             watching.begin_snapshot(page)
             self._watches[watching] = None
@@ -485,12 +484,12 @@ class SessionResources:
         elif watching is None:
             # The response with this id was lost, or the watch was ended. It counts towards the limit of the
             # session, so it is removed even before the session is ready.
-            self._start_task(self._unwatch(watch_id, urgent=True))
+            self._tasks.start(self._unwatch(watch_id, urgent=True))
         elif "actors" in payload:
             # Events were lost, so the hub sends a new snapshot.
             page = msgspec.convert(payload, PresencePage)
             watching.begin_snapshot(page)
-            self._start_task(self._load_new_snapshot(watching, page))
+            self._tasks.start(self._load_new_snapshot(watching, page))
         else:
             watching.apply_event(msgspec.convert(payload, Presence))
 
@@ -526,7 +525,7 @@ class SessionResources:
             else:
                 followed.subscription = decode_response(response, Subscription)
                 if known_as not in self._followed:
-                    self._start_task(self._unsubscribe(followed.subscription))
+                    self._tasks.start(self._unsubscribe(followed.subscription))
         # A session that was lost in the middle of this still has the watches with an id.
         for watching in [watching for watching in self._watches if not watching.id]:
             try:
@@ -551,7 +550,7 @@ class SessionResources:
         elif kind == "hub:unregistered":
             self.forget_registration(payload.get("actorAddress", ""))
         elif kind == "hub:token_expiring" and callable(self.session.options.token):
-            self._start_task(self._refresh())
+            self._tasks.start(self._refresh())
         if self._on_notice is not None:
             self._on_notice(message)
 
@@ -568,11 +567,6 @@ class SessionResources:
             watching.end(self.session.failure)
         self._paused.clear()
         self._flow_changed.set()
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _make_request(kind: str, payload: Mapping[str, Any], *, ask: bool, **options: Any) -> OutgoingRequest:

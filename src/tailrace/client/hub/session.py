@@ -7,7 +7,6 @@ ids.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
@@ -22,6 +21,8 @@ from tailrace.client.hub import wire
 from tailrace.client.hub.model import Message, Timeouts, Welcome, decode_response
 from tailrace.client.hub.wire import OutgoingRequest, connection_lost, error_from_message
 from tailrace.client.transport import NOT_APPLIED_STATUSES, TRANSIENT_STATUSES, Retries
+from tailrace.common.backoff import backoff_delay
+from tailrace.common.tasks import TaskSet
 from tailrace.hub.envelope import new_id, parse_envelope
 from tailrace.hub.errors import HubError
 
@@ -337,10 +338,9 @@ class HubSession:
         """Process messages until the connection ends."""
         assert self.welcome is not None
         self._connection = connection
-        helpers = [
-            asyncio.create_task(self._heartbeats(connection)),
-            asyncio.create_task(self._resume(connection)),
-        ]
+        helpers = TaskSet()
+        helpers.start(self._heartbeats(connection))
+        helpers.start(self._resume(connection))
         try:
             while True:
                 await self._handle(await self._receive(connection))
@@ -349,9 +349,7 @@ class HubSession:
         finally:
             self._connection = None
             self._ready.clear()
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            await helpers.close()
             await connection.close()
 
     async def _resume(self, connection: HubConnection) -> None:
@@ -467,9 +465,8 @@ class HubSession:
         if isinstance(requested_ms, int | float):
             return requested_ms / 1000
         retries = self.options.retries
-        ceiling = min(retries.delay_s_max, retries.delay_s_first * 2 ** min(self._failures, 30))
         self._failures += 1
-        return ceiling * random.random()  # noqa: S311 - jitter, not a secret
+        return backoff_delay(self._failures, retries.delay_s_first, retries.delay_s_max, jitter=1.0)
 
 
 def now_ms() -> int:

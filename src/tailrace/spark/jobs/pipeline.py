@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, Protocol
 
 import msgspec
 
+from tailrace.common.backoff import backoff_delay
 from tailrace.common.logging_setup import log_fields
 from tailrace.spark.index.segment_build import TASK_MEMORY_BYTES
 from tailrace.spark.jobs.compaction import CompactionJob
@@ -374,7 +375,7 @@ class RetryTracker:
 
     def record_attempt(self, name: str, plan_hash: str) -> None:
         count, _ = self._known.get((name, plan_hash), (0, 0.0))
-        pause_s = min(PAUSE_S_FIRST * 4**count, PAUSE_S_MAX)
+        pause_s = backoff_delay(count + 1, PAUSE_S_FIRST, PAUSE_S_MAX, factor=4)
         self._known[name, plan_hash] = (count + 1, self._clock() + pause_s)
         self._drop_old()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Final, Literal, TypeVar
 import httpx2
 import msgspec
 
+from tailrace.common.backoff import Backoff
 from tailrace.common.logging_setup import log_fields
 from tailrace.spark.failpoints import hit_failpoint
 from tailrace.spark.index.file_writer import WRITER
@@ -43,8 +43,9 @@ logger = logging.getLogger("tailrace.pipeline")
 T = TypeVar("T")
 
 TIMEOUT_S: Final = 30.0
-PAUSE_S_FIRST: Final = 0.2
-PAUSE_S_MAX: Final = 5.0
+PAUSE_S_FIRST: Final = 0.3
+PAUSE_S_MAX: Final = 7.5
+PAUSE_JITTER: Final = 2 / 3  # several pipelines may be retrying against the same server
 REQUEST_GIVE_UP_S: Final = 120.0
 BODY_BYTES_MAX: Final = 1 << 20
 
@@ -119,7 +120,7 @@ class PipelineClient:
     ) -> T:
         content = None if body is None else msgspec.json.encode(body)
         until = time.monotonic() + self._give_up_s
-        pause_s = PAUSE_S_FIRST
+        backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX, jitter=PAUSE_JITTER)
         while True:
             failure = ""
             try:
@@ -128,7 +129,7 @@ class PipelineClient:
                 )
             except _NETWORK_ERRORS as error:
                 failure = f"{type(error).__name__}: {error}"
-                if pause_s == PAUSE_S_FIRST:
+                if not backoff.failures:
                     logger.warning(
                         "server unreachable, retrying",
                         extra=log_fields(url=str(self._http.base_url), error=failure),
@@ -139,11 +140,10 @@ class PipelineClient:
                 if response.status_code not in _RETRY_STATUSES:
                     raise parse_refusal(response.status_code, response.content)
                 failure = f"server responded with status {response.status_code}"
+            pause_s = backoff.next_s()
             if time.monotonic() + pause_s > until:
                 raise ServerUnreachableError(failure)
-            # Jitter: several pipelines may be retrying against the same server.
-            self._sleep(pause_s * (0.5 + random.random()))  # noqa: S311 - no secret
-            pause_s = min(pause_s * 2, PAUSE_S_MAX)
+            self._sleep(pause_s)
 
     def _headers(self, content: bytes | None) -> dict[str, str]:
         headers = {} if content is None else {"Content-Type": "application/json"}

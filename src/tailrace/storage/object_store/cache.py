@@ -27,6 +27,7 @@ import xxhash
 from tailrace.common import private_files
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet
 from tailrace.storage.object_store.files import FileObjectStore
 from tailrace.storage.object_store.interface import ObjectStore, open_object_store
 from tailrace.storage.object_store.request_stats import RequestStats, stream_and_artifact
@@ -221,23 +222,17 @@ FETCH_BYTES_MAX = 32 << 20  # of running fetches, and bytes being written to the
 T = TypeVar("T")
 
 
-class LoopTasks:
+class LoopTasks(TaskSet):
     """The loop's side tasks and the few threads they use, so that all of them can be ended together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
+        super().__init__(_ignore_error)  # all callers of a failed task may have been cancelled
         self.loop = loop
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cold")
-        self._tasks: set[asyncio.Task[object]] = set()
         self._over = False
 
     async def on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         return await self.loop.run_in_executor(self._pool, function, *arguments)
-
-    def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
 
     def wait(self, make: Callable[[], Coroutine[object, object, T]], timeout_s: float) -> T:
         """For a thread that has to have something done by the loop.
@@ -268,15 +263,12 @@ class LoopTasks:
 
     async def end(self) -> None:
         self._over = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ended(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved: all waiting tasks may have been cancelled
+
+def _ignore_error(_: BaseException) -> None:
+    """A caller that still waits for the task gets the error from it."""
 
 
 def fail_future(future: asyncio.Future[T], error: BaseException) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import re
 import time
 from collections import Counter
@@ -35,6 +34,7 @@ from obstore.exceptions import (
     UnknownConfigurationKeyError,
 )
 
+from tailrace.common.backoff import backoff_delay
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
 from tailrace.storage.object_store.interface import (
@@ -147,8 +147,7 @@ class RetryBudget:
         together.
         """
         self.tries += 1
-        bound_ms = min(PAUSE_MS_MAX, self._limits.object_retry_ms * 2 ** min(self.tries - 1, 20))
-        pause_s = random.uniform(bound_ms / 10, bound_ms) / 1000  # noqa: S311 - no secret
+        pause_s = backoff_delay(self.tries, self._limits.object_retry_ms, PAUSE_MS_MAX, jitter=0.9) / 1000
         if self.tries >= self._limits.object_tries or pause_s >= self.left_s:
             raise self.exhausted(error) from error
         fields = log_fields(key=self._key, attempt=self.tries, error=describe_error(error))

@@ -5,11 +5,11 @@ Listings are read in pages and never held as a whole, so a bucket may be of any 
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
+
+from tailrace.common.tasks import run_all
 
 if TYPE_CHECKING:
     from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
@@ -134,30 +134,4 @@ STREAMS_IN_PARALLEL = 8
 
 async def for_each_stream(objects: ObjectStore, work: Callable[[str], Awaitable[None]]) -> None:
     """The first failure ends it."""
-    gate = asyncio.Semaphore(STREAMS_IN_PARALLEL)
-
-    async def one(stream_id: str) -> None:
-        try:
-            await work(stream_id)
-        finally:
-            gate.release()
-
-    with first_failure():
-        async with asyncio.TaskGroup() as tasks:
-            async for stream_id in list_stream_ids(objects):
-                await gate.acquire()
-                tasks.create_task(one(stream_id))
-
-
-@contextmanager
-def first_failure() -> Generator[None]:
-    """Of a group of failures, raise the first: the others followed from it."""
-    try:
-        yield
-    except BaseExceptionGroup as errors:
-        raise _first_error(errors) from None
-
-
-def _first_error(error: BaseException) -> BaseException:
-    inner: tuple[BaseException, ...] = getattr(error, "exceptions", ())  # only groups have them
-    return _first_error(inner[0]) if inner else error
+    await run_all(list_stream_ids(objects), work, at_once=STREAMS_IN_PARALLEL)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import SingleFlight
 from tailrace.storage.object_store.cache import (
     ByteBudget,
     LoopTasks,
@@ -85,7 +86,7 @@ class ColdReader:
         self._budget = ByteBudget(LOADING_BYTES_MAX)
         self._footers: OrderedDict[str, Footer] = OrderedDict()
         self._footer_bytes = 0
-        self._parsing: dict[str, asyncio.Task[Footer]] = {}
+        self._parsing: SingleFlight[str, Footer] = SingleFlight(self._work)
         self._groups: dict[tuple[str, int], asyncio.Future[SegmentRows]] = {}
 
     # -- reading -------------------------------------------------------------------------------------------
@@ -167,11 +168,7 @@ class ColdReader:
         key = prefix + info.key
         footer = self._footers.get(key)
         if footer is None:
-            task = self._parsing.get(key)
-            if task is None:
-                task = self._parsing[key] = self._work.start(self._load_footer(key, info, stored))
-                task.add_done_callback(lambda _: self._parsing.pop(key, None))
-            footer = await asyncio.shield(task)
+            footer = await self._parsing.run(key, lambda: self._load_footer(key, info, stored))
         else:
             self._footers.move_to_end(key)
         return _OpenSegment(key, cache_source(key), footer)

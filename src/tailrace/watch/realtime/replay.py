@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -21,6 +20,7 @@ import orjson
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.log.model import Stream
 from tailrace.routing.context import Context
 from tailrace.watch.collection import Collection, complete_from_cache
@@ -65,7 +65,7 @@ class DeliveryReader:
         self._retained: deque[tuple[CollectionKey, ExaminedRange]] = deque()  # oldest first
         self._retained_bytes = 0
         self._published = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self.batches: Counter[str] = Counter()  # by outcome
         self.skipped = 0  # changes that were not read
 
@@ -74,13 +74,11 @@ class DeliveryReader:
     def follow(self, name: str) -> None:
         """Read new entries; earlier deliveries were for connections that are gone."""
         stream = self._context.log.find(name)
-        if stream is not None and (self._task is None or self._task.done()):
-            self._task = self._context.loop.create_task(self._run(stream))
+        if stream is not None and not self._tasks.running:
+            self._tasks.start(self._run(stream))
 
     def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        self._tasks.cancel()
 
     def on_published(self, stream: Stream) -> None:
         self._published.set()
@@ -344,8 +342,7 @@ class Replayer:
             if session.has_room and not self._must_wait(subscription):
                 return True
             session.drained.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(session.drained.wait(), POLL_S)
+            await wait_event(session.drained, POLL_S)
             if session.drained_bytes != drained or session.has_room:
                 progress_at, drained = loop.time(), session.drained_bytes
             elif loop.time() - progress_at >= self._overflow_s:

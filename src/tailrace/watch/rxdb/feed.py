@@ -11,7 +11,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -19,6 +18,7 @@ import orjson
 
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import wait_event
 from tailrace.watch import document
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import Collection
@@ -279,8 +279,7 @@ class ReplicationTransport(ABC):
             if self.unsent_bytes <= bytes_max and not self.replication.is_overloaded:
                 return True
             self.drained.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.drained.wait(), POLL_S)
+            await wait_event(self.drained, POLL_S)
         return False
 
     def on_tick(self, now: float) -> None:

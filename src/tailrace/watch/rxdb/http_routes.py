@@ -7,7 +7,6 @@ import logging
 import random
 import re
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any, Final, cast
 from urllib.parse import parse_qs
 
@@ -15,6 +14,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import wait_event
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.protocol import stream_names
 from tailrace.routing import responses
@@ -137,7 +137,7 @@ class ReplicationRoutes:
                 logger.exception("pull failed")
                 responses.respond_error(exchange, TailraceError("internal", "the pull failed"))
 
-        task = self._replication.spawn(run())
+        task = self._replication.tasks.start(run())
 
         def gone() -> None:
             task.cancel()
@@ -248,8 +248,7 @@ async def _respond(exchange: Exchange, pieces: AsyncIterator[bytes]) -> None:
         while piece is not None and not outlet.closed:
             while outlet.unsent_bytes > UNSENT_BYTES_MAX:
                 drained.clear()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(drained.wait(), POLL_S)
+                await wait_event(drained, POLL_S)
             outlet.write(piece)
             piece = await anext(pieces, None)
     except BaseException:

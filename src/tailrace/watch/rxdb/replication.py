@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NamedTuple
 
 import orjson
 
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.log.transaction import Transaction
 from tailrace.routing.context import Context
 from tailrace.watch import document, names
@@ -195,7 +196,7 @@ class Replication:
         self.pushes = PushHandler(writer, gateway.access)
         self.transports: set[ReplicationTransport] = set()
         self._feeds: dict[tuple[str, str], set[ReplicationFeed]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = TaskSet()
         self._timer: asyncio.TimerHandle | None = None
         self.outbound_bytes = 0  # unsent bytes of all connections at the last tick
         self.held_bytes = 0  # buffered before authentication or while draining
@@ -386,14 +387,8 @@ class Replication:
                 if not found:
                     del self._feeds[key]
 
-        task = self.spawn(feed.run())
+        task = self.tasks.start(feed.run())
         task.add_done_callback(ended)
-        return task
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self.context.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         return task
 
     @property

@@ -13,13 +13,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from typing import Any, Final, NamedTuple, cast
 
 import orjson
 
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import wait_event
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.websocket import WebSocketConnection
@@ -115,18 +115,15 @@ class ReplicationSocket(ReplicationTransport):
         elif not self._draining:
             self._draining = True
             self._end_feeds()
-            self.replication.spawn(self._drain())
+            self.replication.tasks.start(self._drain())
 
     async def _drain(self) -> None:
         loop = self.replication.context.loop
         until = loop.time() + DRAIN_QUIET_S_MAX
         while not self.ended and loop.time() < until:
             self._heard.clear()
-            try:
-                await asyncio.wait_for(self._heard.wait(), DRAIN_QUIET_S)
-            except TimeoutError:
-                if self._worker is None:
-                    break
+            if not await wait_event(self._heard, DRAIN_QUIET_S) and self._worker is None:
+                break
         if self._worker is not None:
             await asyncio.wait((self._worker,))
         if not self.ended:
@@ -223,7 +220,7 @@ class ReplicationSocket(ReplicationTransport):
         if len(self._waiting) >= WAITING_MAX or self._waiting_bytes >= bytes_max:
             self.connection.pause_reading()
         if self._worker is None:
-            self._worker = self.replication.spawn(self._process())
+            self._worker = self.replication.tasks.start(self._process())
 
     async def _process(self) -> None:
         try:
@@ -465,8 +462,7 @@ class StreamListener:
             if session.has_room and not self._replication.is_overloaded:
                 return True
             session.drained.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(session.drained.wait(), POLL_S)
+            await wait_event(session.drained, POLL_S)
         return False
 
     async def send(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import apsw
 
+from tailrace.common.backoff import Backoff
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
@@ -133,7 +134,7 @@ class SourceRunner(ABC):
 
     def __init__(self, context: SourceContext) -> None:
         self._registry, self._states, self._config, self._status, self._limits, self._audit = context
-        self._retry_s = RETRY_S_MIN
+        self._backoff = Backoff(RETRY_S_MIN, self._limits.watch_source_retry_ms / 1000)
 
     async def run(self) -> None:
         while True:
@@ -183,9 +184,7 @@ class SourceRunner(ABC):
             )
         status.restarts += 1
         await self._on_disconnect()
-        pause_s = self._retry_s
-        self._retry_s = min(2 * self._retry_s, self._limits.watch_source_retry_ms / 1000)
-        return pause_s
+        return self._backoff.next_s()
 
     def _log_fields(self, error: object) -> dict[str, object]:
         return log_fields(source=self._config.name, kind=self._config.kind, error=str(error))
@@ -193,7 +192,7 @@ class SourceRunner(ABC):
     def _reset_backoff(self) -> None:
         """The session works: the next pause is short."""
         self._status.error = None
-        self._retry_s = RETRY_S_MIN
+        self._backoff.reset()
 
     async def _wait_for_operator(self, reason: str | None) -> None:
         """Changes are missing: wait until an operator changes or resyncs the source."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
@@ -31,7 +31,7 @@ class SourceRoutes:
     def __init__(self, context: Context, sources: SourceManager) -> None:
         self._context = context
         self._sources = sources
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def match_path(self, raw: bytes) -> tuple[str, str] | None:
         """The database and what follows `sources`, if the path matches."""
@@ -91,6 +91,4 @@ class SourceRoutes:
             else:
                 exchange.respond(status, _HEAD, orjson.dumps(result))
 
-        task = self._context.loop.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(run())
