@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Final
 
 import msgspec
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
@@ -17,6 +18,7 @@ from tailrace.log.transaction import Transaction
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.routing.request_headers import check_content_encoding
+from tailrace.routing.table import Route
 from tailrace.schema.adoption import (
     AdoptionResponse,
     Adoptions,
@@ -40,8 +42,6 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import RegistryUpdate, decide_update, is_first_schema, prepare_update
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
-
-METHODS = "GET, HEAD, POST, OPTIONS"
 
 SearchConfigCheck = Callable[[SearchConfig], None]  # raises TailraceError for an invalid query in it
 
@@ -67,18 +67,14 @@ class SchemaRoutes:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method == b"POST":
-            authorise(identity, Action.CONFIGURE_STREAM, stream=name)
-            check_content_encoding(exchange)
-            self._log.existing(name)
-            self._post(exchange, name, parse_json_body(exchange.body), adopts=wants_adoption(exchange))
-        elif method in (b"GET", b"HEAD"):
-            authorise(identity, Action.QUERY_STREAM, stream=name)
-            stream = self._log.readable(name)
-            _respond_registry(exchange, registry_document(stream, stream.visible_documents))
-        else:
-            raise responses.method_not_allowed(METHODS)
+    def show(self, exchange: Exchange, _: Identity, name: str) -> None:
+        stream = self._log.readable(name)
+        _respond_registry(exchange, registry_document(stream, stream.visible_documents))
+
+    def update(self, exchange: Exchange, _: Identity, name: str) -> None:
+        check_content_encoding(exchange)
+        self._log.existing(name)
+        self._post(exchange, name, parse_json_body(exchange.body), adopts=wants_adoption(exchange))
 
     def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
         task = self._context.loop.create_task(
@@ -188,25 +184,21 @@ class ProfileRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_changed = on_changed
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method == b"POST":
-            authorise(identity, Action.CONFIGURE_STREAM, stream=name)
-            stream = self._log.existing(name)
-            new, response = parse_profile_update(parse_json_body(exchange.body)), AdoptionResponse(exchange)
-            current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
-            if wants_adoption(exchange) and stream.tail and needs_entry_check(new, current):
-                profile_changes(stream, new, adopted=True)  # reject what can be rejected before the check
-                task = self._context.loop.create_task(self._adopt(response, stream, new))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            else:
-                self._install(response, stream, new)
-        elif method in (b"GET", b"HEAD"):
-            authorise(identity, Action.QUERY_STREAM, stream=name)
-            document = _profile_document(self._log.readable(name))
-            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
+    def show(self, exchange: Exchange, _: Identity, name: str) -> None:
+        document = _profile_document(self._log.readable(name))
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
+
+    def install(self, exchange: Exchange, _: Identity, name: str) -> None:
+        stream = self._log.existing(name)
+        new, response = parse_profile_update(parse_json_body(exchange.body)), AdoptionResponse(exchange)
+        current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
+        if wants_adoption(exchange) and stream.tail and needs_entry_check(new, current):
+            profile_changes(stream, new, adopted=True)  # reject what can be rejected before the check
+            task = self._context.loop.create_task(self._adopt(response, stream, new))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         else:
-            raise responses.method_not_allowed(METHODS)
+            self._install(response, stream, new)
 
     async def _adopt(self, response: AdoptionResponse, stream: Stream, new: Profile) -> None:
         before = registry_document(stream, stream.documents)
@@ -274,3 +266,13 @@ def _touch_document(new: Profile, current: bytes | None) -> bytes | None:
 
 def _profile_document(stream: Stream) -> bytes:
     return (stream.visible_documents or {}).get(PROFILE_DOCUMENT) or profile_document(GENERIC)
+
+
+_SCHEMA: Final = "/v1/stream/{name}/_schema"
+_PROFILE: Final = "/v1/stream/{name}/_profile"
+ROUTES: Final = (
+    Route("GET", _SCHEMA, Action.QUERY_STREAM, SchemaRoutes.show, "readSchema", place="owner"),
+    Route("POST", _SCHEMA, Action.CONFIGURE_STREAM, SchemaRoutes.update, "updateSchema", place="owner"),
+    Route("GET", _PROFILE, Action.QUERY_STREAM, ProfileRoutes.show, "readProfile", place="owner"),
+    Route("POST", _PROFILE, Action.CONFIGURE_STREAM, ProfileRoutes.install, "installProfile", place="owner"),
+)

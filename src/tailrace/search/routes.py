@@ -11,11 +11,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import inf
+from typing import Final
 from urllib.parse import parse_qsl
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
@@ -25,6 +26,7 @@ from tailrace.log.segment_catalogue import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Route
 from tailrace.schema.json_values import invalid_request
 from tailrace.schema.registry import read_registry
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
@@ -93,7 +95,6 @@ class ConcurrencyLimiter:
 
 logger = logging.getLogger("tailrace.api")
 
-SEARCH_METHODS = "GET, HEAD, POST, OPTIONS"
 EARLY_SEAL_INTERVAL_S = 60.0  # minimum time between two early seals of a stream
 INDEXING_THREADS = 2
 
@@ -204,16 +205,15 @@ class SearchRoutes:
         unfolded = tuple(self._log.streams.uncheckpointed.get(number, ()))
         return read_segments(self._log.store, number, 0, unfolded)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method not in (b"GET", b"HEAD", b"POST"):
-            raise responses.method_not_allowed(SEARCH_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def search_by_query(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._log.readable(name)
-        parameters = (
-            parse_search_body(_parse_json(exchange.body))
-            if method == b"POST"
-            else parse_query_string(exchange.query)
-        )
+        self._serve(exchange, stream, parse_query_string(exchange.query))
+
+    def search_by_body(self, exchange: Exchange, _: Identity, name: str) -> None:
+        stream = self._log.readable(name)
+        self._serve(exchange, stream, parse_search_body(_parse_json(exchange.body)))
+
+    def _serve(self, exchange: Exchange, stream: Stream, parameters: SearchParameters) -> None:
         documents = stream.visible_documents
         document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
         view = None if document is None else searchable_view(document)
@@ -316,9 +316,6 @@ def _parse_after(text: str) -> object:
         raise invalid_request("search_after must be a JSON array") from None
 
 
-AGGREGATE_METHODS = "POST, OPTIONS"
-
-
 class AggregateRoutes:
     """POST `_aggregate`. Aggregates share the queue and the threads of searches."""
 
@@ -329,10 +326,7 @@ class AggregateRoutes:
         self._aggregator = Aggregator(search.searcher)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method != b"POST":
-            raise responses.method_not_allowed(AGGREGATE_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def aggregate(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._log.readable(name)
         try:
             body: object = orjson.loads(exchange.body)
@@ -374,3 +368,12 @@ class AggregateRoutes:
             return await self._aggregator.aggregate(stream, view, request, deadline)
         finally:
             self._gate.release()
+
+
+_SEARCH: Final = "/v1/stream/{name}/_search"
+_AGGREGATE: Final = "/v1/stream/{name}/_aggregate"
+ROUTES: Final = (
+    Route("GET", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_query, "searchByQuery", place="owner"),
+    Route("POST", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_body, "search", place="owner"),
+    Route("POST", _AGGREGATE, Action.QUERY_STREAM, AggregateRoutes.aggregate, "aggregate", place="owner"),
+)

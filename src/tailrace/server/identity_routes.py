@@ -17,22 +17,18 @@ from tailrace.auth import (
     IdentityRecords,
     RevokedHashes,
     TokenVerifier,
-    authorise,
     create_api_key,
 )
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Route
 
 logger = logging.getLogger("tailrace.auth")
 
-KEYS_PATH: Final = b"/v1/server/_keys"
-REVOCATIONS_PATH: Final = b"/v1/server/_revocations"
-REVOKED_PATH: Final = b"/v1/server/_revoked"
 LISTED_MAX: Final = 1000  # the newest revocations
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -70,32 +66,9 @@ class IdentityRoutes:
         self.on_change: Callable[[], None] = _ignore_change
         self._marks = (0, *_encode_marks(RevokedHashes()))  # version of the records, ETag and body
 
-    def handles(self, path: bytes) -> bool:
-        return path in (KEYS_PATH, REVOCATIONS_PATH, REVOKED_PATH) or path.startswith(KEYS_PATH + b"/")
-
-    def serve(
-        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
-        if path == REVOKED_PATH:
-            self._respond_revoked(exchange, method, identify)
-            return
-        whole = path in (KEYS_PATH, REVOCATIONS_PATH)
-        if method not in ((b"GET", b"HEAD", b"POST") if whole else (b"DELETE",)):
-            raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS" if whole else "DELETE, OPTIONS")
-        identity = identify(exchange)
-        authorise(identity, Action.MANAGE_IDENTITIES)
-        if self._verifier is None:
-            raise TailraceError("conflict", "authentication is not configured, so there are no keys")
-        if not whole:
-            self._remove_key(exchange, identity, path[len(KEYS_PATH) + 1 :])
-        elif method == b"POST":
-            (self._create_key if path == KEYS_PATH else self._revoke)(exchange, identity)
-        else:
-            (self._show_keys if path == KEYS_PATH else self._show_revocations)(exchange)
-
     # -- keys ------------------------------------------------------------------------------------------
 
-    def _show_keys(self, exchange: Exchange) -> None:
+    def list_keys(self, exchange: Exchange, _: Identity) -> None:
         book = self._required_verifier.book
         self._respond_later(
             exchange,
@@ -103,7 +76,8 @@ class IdentityRoutes:
             lambda found: (200, {"keys": [key.to_public() for key in found.keys]}),
         )
 
-    def _create_key(self, exchange: Exchange, identity: Identity) -> None:
+    def create_key(self, exchange: Exchange, identity: Identity) -> None:
+        book = self._required_verifier.book
         request = _decode_body(exchange, NewApiKey)
         key, text = create_api_key(
             sub=request.sub,
@@ -114,7 +88,6 @@ class IdentityRoutes:
             lifetime_s=request.expires_in,
             clock=self._context.clock,
         )
-        book = self._required_verifier.book
 
         def build_response(_: None) -> tuple[int, Json]:
             logger.info("API key created", extra=log_fields(key=key.id, sub=key.sub, by=identity.sub))
@@ -122,8 +95,7 @@ class IdentityRoutes:
 
         self._respond_later(exchange, lambda: book.add_key(key), build_response)
 
-    def _remove_key(self, exchange: Exchange, identity: Identity, raw_id: bytes) -> None:
-        key_id = stream_names.decode_name(raw_id) or ""
+    def delete_key(self, exchange: Exchange, identity: Identity, key_id: str) -> None:
         book = self._required_verifier.book
 
         def build_response(_: None) -> tuple[int, None]:
@@ -134,7 +106,7 @@ class IdentityRoutes:
 
     # -- revocations -----------------------------------------------------------------------------------
 
-    def _show_revocations(self, exchange: Exchange) -> None:
+    def list_revocations(self, exchange: Exchange, _: Identity) -> None:
         def build_response(found: IdentityRecords) -> tuple[int, Json]:
             listed = sorted((*found.tokens, *found.subjects), key=lambda one: one.at, reverse=True)
             shown = [msgspec.to_builtins(one) for one in listed[:LISTED_MAX]]
@@ -142,13 +114,8 @@ class IdentityRoutes:
 
         self._respond_later(exchange, self._required_verifier.book.read_records, build_response)
 
-    def _respond_revoked(
-        self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
+    def list_revoked_hashes(self, exchange: Exchange, _: Identity) -> None:
         """Polled by edges every few seconds; empty without authentication."""
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-        authorise(identify(exchange), Action.FOLLOW_REVOCATIONS)
         book = None if self._verifier is None else self._verifier.book
         if book is None or book.version == self._marks[0]:
             self._respond_marks(exchange)
@@ -171,9 +138,10 @@ class IdentityRoutes:
         else:
             exchange.respond(200, responses.JSON_TYPE + head, body)
 
-    def _revoke(self, exchange: Exchange, identity: Identity) -> None:
+    def revoke(self, exchange: Exchange, identity: Identity) -> None:
+        book = self._required_verifier.book
         request = _decode_body(exchange, Revoke)
-        jti, sub, book = request.jti, request.sub, self._required_verifier.book
+        jti, sub = request.jti, request.sub
         if (jti is None) == (sub is None):
             raise TailraceError("invalid_request", "a revocation must have either jti or sub")
         if jti is not None and (jti.count(".") == 2 or jti.startswith(("trk_", "trg_"))):
@@ -198,7 +166,8 @@ class IdentityRoutes:
 
     @property
     def _required_verifier(self) -> TokenVerifier:
-        assert self._verifier is not None, "checked in `serve`"
+        if self._verifier is None:
+            raise TailraceError("conflict", "authentication is not configured, so there are no keys")
         return self._verifier
 
     def _respond_later(
@@ -250,3 +219,20 @@ def _encode_marks(marks: RevokedHashes) -> tuple[str, bytes]:
 
 def _ignore_change() -> None:
     """The default `on_change`: no connections to recheck."""
+
+
+_MANAGE: Final = Action.MANAGE_IDENTITIES
+ROUTES: Final = (
+    Route("GET", "/v1/server/_keys", _MANAGE, IdentityRoutes.list_keys, "listApiKeys"),
+    Route("POST", "/v1/server/_keys", _MANAGE, IdentityRoutes.create_key, "makeApiKey"),
+    Route("DELETE", "/v1/server/_keys/{id}", _MANAGE, IdentityRoutes.delete_key, "revokeApiKey"),
+    Route("GET", "/v1/server/_revocations", _MANAGE, IdentityRoutes.list_revocations, "listRevocations"),
+    Route("POST", "/v1/server/_revocations", _MANAGE, IdentityRoutes.revoke, "revoke"),
+    Route(
+        "GET",
+        "/v1/server/_revoked",
+        Action.FOLLOW_REVOCATIONS,
+        IdentityRoutes.list_revoked_hashes,
+        "followRevocations",
+    ),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import orjson
 
@@ -18,8 +19,8 @@ from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.routing.responses import next_page_header, page_limit
+from tailrace.routing.table import Auth, Route
 from tailrace.server.index_status import observability_pair, read_documents, read_profile_kind
-from tailrace.server.stream_details import READ_METHODS
 
 
 class ListingRoutes:
@@ -84,10 +85,7 @@ class RoutingKeyRoutes:
         self.listing = KeyListing(context.log)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def routing_keys(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed(READ_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def routing_keys(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._context.log.readable(name)
         query = parse_query(exchange.query)
         limit = _parse_key_limit(query.get("limit"))
@@ -159,3 +157,16 @@ def _parse_key_limit(text: str | None) -> int:
     if not 1 <= limit <= LIMIT_MAX:
         raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
     return limit
+
+
+ROUTES: Final = (
+    Route("GET", "/v1/streams", Action.LIST, ListingRoutes.list, "listStreams", Auth.IDENTIFIED, "all"),
+    Route(
+        "GET",
+        "/v1/stream/{name}/_routing_keys",
+        Action.QUERY_STREAM,
+        RoutingKeyRoutes.routing_keys,
+        "listRoutingKeys",
+        place="owner",
+    ),
+)

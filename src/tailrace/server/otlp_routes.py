@@ -23,6 +23,7 @@ from tailrace.protocol.http_headers import header_line, media_type
 from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.routing import request_headers, responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Auth, Route
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
 from tailrace.schema.json_values import encode_json_record
 from tailrace.schema.profiles.otlp_export import (
@@ -47,7 +48,6 @@ from tailrace.schema.routes import registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 TRACES_PATH: Final = b"/v1/traces"
-TRACES_ROUTE: Final = "v1/traces"
 DECODES_MAX: Final = 2  # exports decoded at once; each takes a multiple of its size in memory
 WAITING_MAX: Final = 32
 # Limits of one append, so that other appends are not delayed by a large export.
@@ -113,19 +113,11 @@ class OtlpRoutes:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
-        """POST `{name}/_otlp/v1/traces`."""
-        if route != TRACES_ROUTE:
-            raise TailraceError("not_found", "resource not found")
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        authorise(identity, Action.INGEST_TRACES, stream=name)
+    def export_to_stream(self, exchange: Exchange, _: Identity, name: str) -> None:
         self._begin(exchange, self._log.existing(name))
 
-    def traces(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
+    def export(self, exchange: Exchange, identity: Identity) -> None:
         """POST `/v1/traces`: the configured stream, which is created with `otlp_auto_create`."""
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
         name = self._context.settings.otlp_traces_stream
         authorise(identity, Action.INGEST_TRACES, stream=name or None)
         if not name:
@@ -319,3 +311,24 @@ def gunzip_bounded(body: bytes, limits: OtlpLimits) -> bytes:
     except zlib.error:
         raise TailraceError("invalid_request", "OTLP body is not valid gzip") from None
     return b"".join(pieces)
+
+
+ROUTES: Final = (
+    Route(
+        "POST",
+        "/v1/stream/{name}/_otlp/v1/traces",
+        Action.INGEST_TRACES,
+        OtlpRoutes.export_to_stream,
+        "exportTraces",
+        place="owner",
+    ),
+    Route(
+        "POST",
+        "/v1/traces",
+        Action.INGEST_TRACES,
+        OtlpRoutes.export,
+        "exportTracesByDefault",
+        Auth.IDENTIFIED,
+        "owner",
+    ),
+)

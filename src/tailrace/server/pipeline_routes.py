@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.exchange import Exchange
@@ -27,6 +27,7 @@ from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.routing.request_headers import check_content_encoding
+from tailrace.routing.table import Route
 from tailrace.schema.profiles.profile import read_profile
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
@@ -376,23 +377,16 @@ class PipelineRoutes:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def respond(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
-        authorise(identity, Action.PIPELINE)
-        if path == PLAN_PATH:
-            if method in (b"GET", b"HEAD"):
-                self._spawn(self._respond(exchange, self._plan(exchange)))
-                return
-            if method != b"POST":
-                raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS")
-            self._spawn(self._respond(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
-            return
-        if path not in (PUBLISH_PATH, HEARTBEAT_PATH):
-            raise TailraceError("not_found", "path not found")
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        if path == PUBLISH_PATH:
-            self._spawn(self._respond(exchange, self._publish(decode_publish_request(exchange))))
-            return
+    def plan(self, exchange: Exchange, _: Identity) -> None:
+        self._spawn(self._respond(exchange, self._plan(exchange)))
+
+    def rebuild(self, exchange: Exchange, _: Identity) -> None:
+        self._spawn(self._respond(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
+
+    def publish(self, exchange: Exchange, _: Identity) -> None:
+        self._spawn(self._respond(exchange, self._publish(decode_publish_request(exchange))))
+
+    def heartbeat(self, exchange: Exchange, _: Identity) -> None:
         heartbeat = decode_body(exchange, PipelineHeartbeat)
         if heartbeat.drain:
             self.state.draining = self.state.fresh or self.state.state != "off"
@@ -540,3 +534,34 @@ def parse_limit(text: str | None) -> int:
     if not 1 <= limit <= LIMIT_MAX:
         raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
     return limit
+
+
+ROUTES: Final = (
+    Route(
+        "GET", "/v1/pipeline/plan", Action.PIPELINE, PipelineRoutes.plan, "readPipelinePlan", place="first"
+    ),
+    Route(
+        "POST",
+        "/v1/pipeline/plan",
+        Action.PIPELINE,
+        PipelineRoutes.rebuild,
+        "rebuildCompanions",
+        place="first",
+    ),
+    Route(
+        "POST",
+        "/v1/pipeline/publish",
+        Action.PIPELINE,
+        PipelineRoutes.publish,
+        "publishCompanions",
+        place="first",
+    ),
+    Route(
+        "POST",
+        "/v1/pipeline/heartbeat",
+        Action.PIPELINE,
+        PipelineRoutes.heartbeat,
+        "sendHeartbeat",
+        place="first",
+    ),
+)

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from tailrace.auth import Action, Identity, authorise, invalid_token_error, is_hub_stream
 from tailrace.common import timestamps
@@ -35,6 +36,7 @@ from tailrace.protocol.query_params import (
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.routing.request_headers import parse_page_limit
+from tailrace.routing.table import Auth, Route
 from tailrace.schema.registry import Registry
 from tailrace.search.filtered_reads import FilteredReads, FilterScan
 from tailrace.server.live import LiveReaders, LongPoll, ReadRequest
@@ -572,3 +574,10 @@ def page_buffers(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPar
         body.append(b"]")
         return body
     return parts
+
+
+_READ: Final = Action.READ_STREAM
+ROUTES: Final = (
+    Route("GET", "/v1/stream/{name}", _READ, ReadRoutes.read, "readStream", Auth.IDENTIFIED, "owner"),
+    Route("GET", "/v1/stream/{name}/pk/{key}", _READ, ReadRoutes.read, "readKey", Auth.IDENTIFIED, "owner"),
+)

@@ -31,6 +31,7 @@ from tailrace.log.model import Stream
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Auth, Route
 from tailrace.schema.stream_schema import CACHE_BYTES
 from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.search.routes import SearchRoutes
@@ -285,7 +286,6 @@ class TopStreams:
 
 
 DETAILS_PATH, MEMORY_PATH = b"/v1/server/_details", b"/v1/server/_mem"
-SERVER_DETAILS_PATHS = frozenset({DETAILS_PATH, MEMORY_PATH})
 LIMIT_GROUPS = ("caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory")
 
 
@@ -310,10 +310,11 @@ class ServerRoutes:
         node.memory.gauges["document_bytes"] = lambda: log.streams.document_bytes
         node.memory.gauges["streams_loaded"] = lambda: len(log.streams.by_number)
 
-    def respond(self, exchange: Exchange, identity: Identity, path: bytes) -> None:
-        authorise(identity, Action.INSPECT_SERVER)
-        body = self._details() if path == DETAILS_PATH else self._mem()
-        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+    def details(self, exchange: Exchange, _: Identity) -> None:
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self._details()))
+
+    def memory(self, exchange: Exchange, _: Identity) -> None:
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self._mem()))
 
     # -- details ---------------------------------------------------------------------------------------
 
@@ -495,3 +496,11 @@ class SealRoute:
             responses.respond_error(exchange, refusal)
             return
         exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+
+
+_INSPECT: Final = Action.INSPECT_SERVER
+ROUTES: Final = (
+    Route("GET", "/v1/server/_details", _INSPECT, ServerRoutes.details, "readServerDetails", place="all"),
+    Route("GET", "/v1/server/_mem", _INSPECT, ServerRoutes.memory, "readServerMemory", place="all"),
+    Route("POST", "/v1/server/_seal", Action.SEAL, SealRoute.seal, "seal", Auth.IDENTIFIED, "all"),
+)

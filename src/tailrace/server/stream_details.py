@@ -10,12 +10,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import orjson
 import xxhash
 
-from tailrace.auth import Action, Identity, authorise, invalid_token_error
+from tailrace.auth import Action, Identity, invalid_token_error
 from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
@@ -24,6 +24,7 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Route
 from tailrace.search.index_files.index_plan import FAMILIES
 from tailrace.search.tail_index import TailIndex
 from tailrace.server.index_status import (
@@ -193,7 +194,6 @@ def details_etag(kind: str, stream: Stream, documents: StreamDocuments, manifest
 
 
 WAIT_DEFAULT_MS = 3000
-READ_METHODS = "GET, HEAD, OPTIONS"
 
 DetailsKind = Literal["details", "index_status"]
 
@@ -215,18 +215,13 @@ class DetailsRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
         self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
 
-    def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        self._serve(exchange, identity, method, name, "details")
+    def details(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        self._serve(exchange, identity, name, "details")
 
-    def index_status(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        self._serve(exchange, identity, method, name, "index_status")
+    def index_status(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        self._serve(exchange, identity, name, "index_status")
 
-    def _serve(
-        self, exchange: Exchange, identity: Identity, method: bytes, name: str, kind: DetailsKind
-    ) -> None:
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed(READ_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def _serve(self, exchange: Exchange, identity: Identity, name: str, kind: DetailsKind) -> None:
         query = parse_query(exchange.query)
         stream = self._log.readable(name)
         live = query.get("live", "")
@@ -461,3 +456,18 @@ def cached_bytes_by_artifact(readers: Sequence[ObjectCache], stream: Stream) -> 
     folder = make_stream_id(stream.name, stream.incarnation)
     caches = [parts.cache for parts in readers if parts.cache is not None]
     return {artifact: sum(cache.bytes_of(folder, artifact) for cache in caches) for artifact in ARTIFACTS}
+
+
+_DETAILS: Final = "/v1/stream/{name}/_details"
+_INDEX_STATUS: Final = "/v1/stream/{name}/_index_status"
+ROUTES: Final = (
+    Route("GET", _DETAILS, Action.QUERY_STREAM, DetailsRoutes.details, "readDetails", place="owner"),
+    Route(
+        "GET",
+        _INDEX_STATUS,
+        Action.QUERY_STREAM,
+        DetailsRoutes.index_status,
+        "readIndexStatus",
+        place="owner",
+    ),
+)

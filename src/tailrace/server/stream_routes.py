@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import orjson
 
@@ -35,6 +36,7 @@ from tailrace.protocol.offsets import next_offset_line
 from tailrace.protocol.stream_names import check_creatable_name, is_system_name
 from tailrace.routing import request_headers, responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Auth, Route
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
 from tailrace.schema.registry import fork_registry, read_registry
 from tailrace.schema.routes import TOUCH_DOCUMENT
@@ -472,6 +474,8 @@ class StreamRoutes:
         exchange.respond(200, head + responses.lifetime_headers(stream) + responses.NO_STORE)
 
     def delete(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        if is_system_name(name):
+            raise read_only_error()
         authorise(identity, Action.DELETE_STREAM, stream=name)
         log = self._log
         stream = log.find(name)
@@ -549,3 +553,16 @@ def _respond_append_with_headers(
         exchange.respond(200, head, body)
     else:
         exchange.respond(status, head)
+
+
+# The handlers authorise: these are the hot path, and a fork needs its source.
+_PATH: Final = "/v1/stream/{name}"
+_WRITE: Final = Action.WRITE_STREAM
+ROUTES: Final = (
+    Route("PUT", _PATH, _WRITE, StreamRoutes.create, "createStream", Auth.IDENTIFIED, "owner"),
+    Route("POST", _PATH, _WRITE, StreamRoutes.append, "append", Auth.IDENTIFIED, "owner"),
+    Route("HEAD", _PATH, Action.READ_STREAM, StreamRoutes.head, "describeStream", Auth.IDENTIFIED, "owner"),
+    Route(
+        "DELETE", _PATH, Action.DELETE_STREAM, StreamRoutes.delete, "deleteStream", Auth.IDENTIFIED, "owner"
+    ),
+)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from typing import Final
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise, invalid_token_error
+from tailrace.auth import Action, Identity, invalid_token_error
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
@@ -21,6 +22,7 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Route
 from tailrace.schema.append_validation import PROFILE_DOCUMENT
 from tailrace.schema.json_values import UnusableRecordError, decode_json_record
 from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
@@ -169,7 +171,6 @@ def _load_record(part: bytes | memoryview) -> object:
 FEEDS_MAX = 1000  # cursors stay valid when their feed is evicted
 SWEEP_S = 0.05
 SERVER_STOPPING = TailraceError("unavailable", "the server is stopping")
-TOUCH_ROUTES = {"meta": (b"GET", b"HEAD"), "templates/activate": (b"POST",), "wait": (b"POST",)}
 
 
 class TouchRoutes:
@@ -186,22 +187,21 @@ class TouchRoutes:
         self._stopping = False
         self._past_wakeups = self._past_stales = 0  # of closed feeds
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
-        methods = TOUCH_ROUTES.get(route)
-        if methods is None:
-            raise TailraceError("not_found", "resource not found")
-        if method not in methods:
-            raise responses.method_not_allowed(b", ".join((*methods, b"OPTIONS")).decode())
-        authorise(identity, Action.TOUCH_STREAM, stream=name)
+    def meta(self, exchange: Exchange, _: Identity, name: str) -> None:
+        self._meta(exchange, self._open_feed(name))
+
+    def activate(self, exchange: Exchange, _: Identity, name: str) -> None:
+        feed = self._open_feed(name)
+        self._activate(exchange, feed, parse_json_body(exchange.body))
+
+    def wait(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        feed = self._open_feed(name)
+        self._wait(exchange, identity, feed, parse_wait(parse_json_body(exchange.body)))
+
+    def _open_feed(self, name: str) -> TouchFeed:
         if self._stopping:
             raise SERVER_STOPPING
-        feed = self._feed(self._log.readable(name))
-        if route == "wait":
-            self._wait(exchange, identity, feed, parse_wait(parse_json_body(exchange.body)))
-        elif route == "meta":
-            self._meta(exchange, feed)
-        else:
-            self._activate(exchange, feed, parse_json_body(exchange.body))
+        return self._feed(self._log.readable(name))
 
     @property
     def waiters(self) -> int:
@@ -454,3 +454,18 @@ def _respond_meta(exchange: Exchange, feed: TouchFeed) -> None:
 
 def _respond_json(exchange: Exchange, body: dict[str, object]) -> None:
     exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+
+
+_TOUCH: Final = "/v1/stream/{name}/touch"
+ROUTES: Final = (
+    Route("GET", f"{_TOUCH}/meta", Action.TOUCH_STREAM, TouchRoutes.meta, "readTouchMeta", place="owner"),
+    Route(
+        "POST",
+        f"{_TOUCH}/templates/activate",
+        Action.TOUCH_STREAM,
+        TouchRoutes.activate,
+        "activateTouchTemplates",
+        place="owner",
+    ),
+    Route("POST", f"{_TOUCH}/wait", Action.TOUCH_STREAM, TouchRoutes.wait, "waitForTouch", place="owner"),
+)

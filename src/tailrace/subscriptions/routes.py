@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import orjson
@@ -12,9 +11,10 @@ import orjson
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import offsets, stream_names
+from tailrace.protocol import offsets
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Auth, Identify, Route
 from tailrace.subscriptions import keys, ssrf, views
 from tailrace.subscriptions.model import (
     STREAMS_MAX,
@@ -35,9 +35,6 @@ JSON_HEAD = responses.JSON_TYPE + responses.NO_STORE
 
 # The caller waits for this; a slower name server is checked at the first delivery.
 RESOLVE_S_MAX = 2.0
-
-Identify = Callable[[Exchange], Identity]
-Handler = Callable[[Exchange, str, Identify], None]
 
 
 class _AckBody(msgspec.Struct):
@@ -63,56 +60,20 @@ _decode_claim = msgspec.json.Decoder(_ClaimBody).decode
 
 
 class SubscriptionRoutes:
-    """Everything under `__ds`. Wakes are answered with their own token, so each route authenticates."""
+    """Everything under `__ds`. Wakes are answered with their own token."""
 
     def __init__(self, context: Context, service: SubscriptionService) -> None:
         self._context = context
         self._service = service
         self._tasks: set[asyncio.Task[None]] = set()
-        self._subscription_handlers: dict[bytes, Handler] = {
-            b"PUT": self._put,
-            b"GET": self._get,
-            b"HEAD": self._get,
-            b"DELETE": self._delete,
-        }
-        self._action_handlers: dict[bytes, Handler] = {
-            b"streams": self._add_streams,
-            b"claim": self._claim,
-            b"callback": self._callback,
-            b"ack": self._ack,
-            b"release": self._release,
-        }
 
-    def handle(self, exchange: Exchange, rest: bytes, identify: Identify) -> None:
-        """`rest` is the raw path after `/v1/stream/__ds`."""
-        if rest == b"/jwks.json":
-            _allow(exchange, b"GET", b"HEAD")
-            exchange.respond(200, JWKS_HEAD, self._service.keys.jwks())
-            return
-        segments = rest.split(b"/")
-        if len(segments) < 3 or segments[:2] != [b"", b"subscriptions"]:
-            raise TailraceError("not_found", "no resource at this path")
-        subscription_id = stream_names.decode_name(segments[2])
-        if subscription_id is None:
-            raise invalid_subscription("a subscription id must be UTF-8")
-        check_id(subscription_id)
-        if len(segments) == 3:
-            _allow(exchange, *self._subscription_handlers)
-            self._subscription_handlers[exchange.method](exchange, subscription_id, identify)
-        elif len(segments) == 4 and segments[3] in self._action_handlers:
-            _allow(exchange, b"POST")
-            self._action_handlers[segments[3]](exchange, subscription_id, identify)
-        elif len(segments) >= 5 and segments[3] == b"streams":
-            _allow(exchange, b"DELETE")
-            self._remove_stream(exchange, subscription_id, b"/".join(segments[4:]), identify)
-        else:
-            raise TailraceError("not_found", "no resource at this path")
+    def jwks(self, exchange: Exchange, _: Identify) -> None:
+        exchange.respond(200, JWKS_HEAD, self._service.keys.jwks())
 
     # -- management ----------------------------------------------------------------------------------------
 
-    def _put(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        identity = identify(exchange)
-        authorise(identity, Action.MANAGE_SUBSCRIPTION)
+    def put(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
+        check_id(subscription_id)
         config = parse_config(exchange.body, self._context.limits)
         authorise_all(identity, Action.MANAGE_SUBSCRIPTION, config.streams, config.pattern)
         if config.wake_stream is not None:
@@ -154,14 +115,13 @@ class SubscriptionRoutes:
 
         self._service.create(subscription_id, config, base_url, callback)
 
-    def _get(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        runner = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
+    def get(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
+        runner = self._find(identity, Action.READ_SUBSCRIPTION, subscription_id)
         base_url = responses.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
         exchange.respond(200, JSON_HEAD, views.subscription_body(runner.sub, kid, base_url))
 
-    def _delete(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        identity = identify(exchange)
+    def delete(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
         try:
             runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         except TailraceError as refusal:
@@ -179,25 +139,19 @@ class SubscriptionRoutes:
 
         self._service.delete(runner, callback)
 
-    def _add_streams(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        identity = identify(exchange)
+    def add_streams(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
         runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         paths = parse_streams(exchange.body, self._context.limits)
         authorise_all(identity, Action.MANAGE_SUBSCRIPTION, paths, None)
         self._service.add_streams(runner, paths, _answer_empty(exchange))
 
-    def _remove_stream(
-        self, exchange: Exchange, subscription_id: str, raw: bytes, identify: Identify
-    ) -> None:
-        runner = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
-        path = stream_names.decode_name(raw)
-        if path is None:
-            raise invalid_subscription("a stream name must be UTF-8")
+    def remove_stream(self, exchange: Exchange, identity: Identity, subscription_id: str, path: str) -> None:
+        runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         self._service.remove_stream(runner, path, _answer_empty(exchange))
 
     def _find(self, identity: Identity, action: Action, subscription_id: str) -> SubscriptionRunner:
         """The subscription, if the caller may read all of its streams."""
-        authorise(identity, action)
+        check_id(subscription_id)
         runner = self._service.find(subscription_id)
         explicit = [path for path, link in runner.sub.links.items() if link.explicit]
         authorise_all(identity, action, explicit, runner.config.pattern)
@@ -205,8 +159,8 @@ class SubscriptionRoutes:
 
     # -- wakes ---------------------------------------------------------------------------------------------
 
-    def _claim(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        runner = self._find(identify(exchange), Action.CLAIM_WAKE, subscription_id)
+    def claim(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
+        runner = self._find(identity, Action.CLAIM_WAKE, subscription_id)
         if runner.config.type != "pull-wake":
             raise invalid_subscription("only pull-wake subscriptions can be claimed; webhook wakes are sent")
         try:
@@ -226,19 +180,20 @@ class SubscriptionRoutes:
 
         self._service.claim(runner, worker, callback)
 
-    def _callback(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+    def callback(self, exchange: Exchange, _: Identify, subscription_id: str) -> None:
         self._answer_wake(exchange, subscription_id, "webhook")
 
-    def _ack(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+    def ack(self, exchange: Exchange, _: Identify, subscription_id: str) -> None:
         self._answer_wake(exchange, subscription_id, "pull-wake")
 
-    def _release(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+    def release(self, exchange: Exchange, _: Identify, subscription_id: str) -> None:
         self._answer_wake(exchange, subscription_id, "pull-wake", release=True)
 
     def _answer_wake(
         self, exchange: Exchange, subscription_id: str, kind: str, *, release: bool = False
     ) -> None:
         """The wake's own token authorizes the request; it is checked before anything is revealed."""
+        check_id(subscription_id)
         token = keys.read_bearer_token(
             self._service.keys.token_key, exchange.headers.get(b"authorization"), subscription_id
         )
@@ -294,7 +249,29 @@ def _answer_next(exchange: Exchange) -> StepCallback:
     return callback
 
 
-def _allow(exchange: Exchange, *methods: bytes) -> None:
-    if exchange.method not in methods:
-        allow = ", ".join([*(method.decode() for method in methods), "OPTIONS"])
-        raise TailraceError("method_not_allowed", f"method must be {allow}", headers=(("Allow", allow),))
+_ONE: Final = "/v1/stream/__ds/subscriptions/{id}"
+_MANAGE: Final = Action.MANAGE_SUBSCRIPTION
+_ANSWER: Final = Action.ANSWER_WAKE
+_Routes: Final = SubscriptionRoutes
+ROUTES: Final = (
+    Route(
+        "GET",
+        "/v1/stream/__ds/jwks.json",
+        Action.PUBLIC,
+        _Routes.jwks,
+        "readWebhookKeys",
+        Auth.BY_HANDLER,
+        "first",
+    ),
+    Route("PUT", _ONE, _MANAGE, _Routes.put, "createSubscription", place="first"),
+    Route("GET", _ONE, Action.READ_SUBSCRIPTION, _Routes.get, "readSubscription", place="first"),
+    Route("DELETE", _ONE, _MANAGE, _Routes.delete, "deleteSubscription", place="first"),
+    Route("POST", f"{_ONE}/streams", _MANAGE, _Routes.add_streams, "addStreams", place="first"),
+    Route(
+        "DELETE", f"{_ONE}/streams/{{name}}", _MANAGE, _Routes.remove_stream, "removeStream", place="first"
+    ),
+    Route("POST", f"{_ONE}/claim", Action.CLAIM_WAKE, _Routes.claim, "claimWake", place="first"),
+    Route("POST", f"{_ONE}/callback", _ANSWER, _Routes.callback, "answerWebhook", Auth.BY_HANDLER, "first"),
+    Route("POST", f"{_ONE}/ack", _ANSWER, _Routes.ack, "acknowledge", Auth.BY_HANDLER, "first"),
+    Route("POST", f"{_ONE}/release", _ANSWER, _Routes.release, "release", Auth.BY_HANDLER, "first"),
+)

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import msgspec
 import orjson
 
-from tailrace.auth import Action, Identity, authorise, visible_databases
+from tailrace.auth import Action, Identity, visible_databases
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
@@ -22,6 +22,7 @@ from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
 from tailrace.routing.responses import next_page_header, page_limit
+from tailrace.routing.table import Route
 from tailrace.watch import collection_registry, document, names
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import (
@@ -38,7 +39,6 @@ from tailrace.watch.collection import (
 from tailrace.watch.collection_registry import CollectionRegistry
 from tailrace.watch.realtime.gateway import Gateway
 
-COLLECTION_METHODS: Final = "GET, PUT, DELETE, HEAD, OPTIONS"
 CONFIG_BYTES: Final = 64 * 1024
 _SETTABLE_MEMBERS: Final = frozenset(
     {
@@ -68,10 +68,7 @@ class CollectionRoutes:
         self.on_rules: Callable[[Collection], None] | None = None
         self.on_removed: Callable[[Collection], None] | None = None
 
-    def serve_database(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method != b"PUT":
-            raise responses.method_not_allowed("PUT, OPTIONS")
-        authorise(identity, Action.MANAGE_DATABASE, db=database)
+    def create_database(self, exchange: Exchange, _: Identity, database: str) -> None:
         names.check_database(database)
         head, body = responses.JSON_TYPE + responses.NO_STORE, orjson.dumps({"database": database})
         if database in self._registry.databases:
@@ -89,18 +86,14 @@ class CollectionRoutes:
         parts = [(names.collections_stream_name(database), [encode_database_entry(now_ns)])]
         append_to_streams(self._log, parts, now_ns, on_settled, None)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
-        if method in (b"GET", b"HEAD"):
-            authorise(identity, Action.READ_DATABASE, db=database)
-            self._respond(exchange, 200, self._find_existing(database, name))
-        elif method == b"PUT":
-            authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._configure(exchange, database, names.check_collection(name))
-        elif method == b"DELETE":
-            authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._remove(exchange, self._find_existing(database, name))
-        else:
-            raise responses.method_not_allowed(COLLECTION_METHODS)
+    def show(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        self._respond(exchange, 200, self._find_existing(database, name))
+
+    def configure(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        self._configure(exchange, database, names.check_collection(name))
+
+    def delete(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        self._remove(exchange, self._find_existing(database, name))
 
     def _find_existing(self, database: str, name: str) -> Collection:
         collection = self._registry.find(database, names.check_collection(name))
@@ -293,26 +286,19 @@ def _read_slo(body: object) -> Slo | None:
     return slo
 
 
-LISTING_METHODS: Final = "GET, HEAD, OPTIONS"
-
-
 class DatabaseListingRoutes:
     def __init__(self, context: Context, registry: CollectionRegistry) -> None:
         self._limits = context.limits
         self._registry = registry
 
-    def databases(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
+    def databases(self, exchange: Exchange, identity: Identity) -> None:
         """List the databases that the caller may access; others are not revealed."""
-        _check_method(method)
-        authorise(identity, Action.LIST_DATABASES)
         found = visible_databases(identity, self._registry.databases)
         page, head = self._page(exchange, "/v1/databases", found)
         rows = [{"database": name, "collections": len(self._durable_collections(name))} for name in page]
         exchange.respond(200, head, orjson.dumps(rows))
 
-    def collections(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        _check_method(method)
-        authorise(identity, Action.READ_DATABASE, db=database)
+    def collections(self, exchange: Exchange, _: Identity, database: str) -> None:
         self._registry.database(database)
         found = self._durable_collections(database)
         page, head = self._page(exchange, f"/v1/databases/{database}/collections", sorted(found))
@@ -344,23 +330,12 @@ class DatabaseListingRoutes:
         }
 
 
-def _check_method(method: bytes) -> None:
-    if method not in (b"GET", b"HEAD"):
-        raise responses.method_not_allowed(LISTING_METHODS)
-
-
-STATUS_METHODS = "GET, HEAD, OPTIONS"
-
-
 class StatusRoute:
     def __init__(self, registry: CollectionRegistry, gateway: Gateway) -> None:
         self._registry = registry
         self._gateway = gateway
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed(STATUS_METHODS)
-        authorise(identity, Action.READ_DATABASE, db=database)
+    def show(self, exchange: Exchange, _: Identity, database: str) -> None:
         found = self._registry.database(database)
         gateway = self._gateway
         body = {
@@ -393,3 +368,31 @@ class StatusRoute:
             "burn": {objective: round(value, 3) for objective, value in burn.items()},
             "reason": objectives.explain(collection, burn),
         }
+
+
+_DATABASE: Final = "/v1/databases/{db}"
+_COLLECTION: Final = f"{_DATABASE}/collections/{{collection}}"
+_READ, _MANAGE = Action.READ_DATABASE, Action.MANAGE_DATABASE
+ROUTES: Final = (
+    Route(
+        "GET",
+        "/v1/databases",
+        Action.LIST_DATABASES,
+        DatabaseListingRoutes.databases,
+        "listDatabases",
+        place="first",
+    ),
+    Route(
+        "GET",
+        f"{_DATABASE}/collections",
+        _READ,
+        DatabaseListingRoutes.collections,
+        "listCollections",
+        place="first",
+    ),
+    Route("PUT", _DATABASE, _MANAGE, CollectionRoutes.create_database, "createDatabase", place="first"),
+    Route("GET", _COLLECTION, _READ, CollectionRoutes.show, "getCollection", place="first"),
+    Route("PUT", _COLLECTION, _MANAGE, CollectionRoutes.configure, "setCollection", place="first"),
+    Route("DELETE", _COLLECTION, _MANAGE, CollectionRoutes.delete, "deleteCollection", place="first"),
+    Route("GET", f"{_DATABASE}/status", _READ, StatusRoute.show, "getDatabaseStatus", place="first"),
+)

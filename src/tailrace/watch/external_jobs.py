@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.timestamps import format_rfc3339
@@ -24,10 +24,10 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
 from tailrace.log.transaction import Transaction
-from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Route
 from tailrace.storage.retention_service import NO_END, RetentionBound
 from tailrace.watch import document_view, names
 from tailrace.watch.collection import NATIVE, Collection
@@ -260,7 +260,6 @@ class SubscriptionSummaries:
         await done
 
 
-JOB_KINDS: Final = ("summaries", "view", "corrections", "statistics")
 BODY_BYTES_MAX: Final = 5 * 1024 * 1024
 ROWS_MAX: Final = 1000
 ROWS_BYTES: Final = 4 * 1024 * 1024
@@ -313,27 +312,22 @@ class JobRoutes:
         self._summaries = summaries
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def match_path(self, raw: bytes) -> tuple[str, str] | None:
-        """The database and route, if the path matches."""
-        path = stream_names.decode_name(raw)
-        database, _, kind = ("", "", "") if path is None else path.partition("/")
-        return (database, kind) if kind in JOB_KINDS else None
-
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, kind: str) -> None:
-        authorise(identity, Action.MANAGE_DATABASE, db=database)
-        reading = kind == "view"
-        if method not in ((b"GET", b"HEAD") if reading else (b"POST",)):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
+    def announce(self, exchange: Exchange, identity: Identity, database: str) -> None:
         self._registry.database(database)
-        if reading:
-            _respond_json(exchange, self._rows(exchange, database))
-        elif kind == "summaries":
-            request = _read(exchange, SummariesRequest)
-            self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
-        elif kind == "statistics":
-            self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
-        else:
-            self._correct(exchange, database, _read(exchange, CorrectionsRequest))
+        request = _read(exchange, SummariesRequest)
+        self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
+
+    def view(self, exchange: Exchange, _: Identity, database: str) -> None:
+        self._registry.database(database)
+        _respond_json(exchange, self._rows(exchange, database))
+
+    def correct(self, exchange: Exchange, _: Identity, database: str) -> None:
+        self._registry.database(database)
+        self._correct(exchange, database, _read(exchange, CorrectionsRequest))
+
+    def record_statistics(self, exchange: Exchange, _: Identity, database: str) -> None:
+        self._registry.database(database)
+        self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
 
     def _spawn(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
         async def run() -> None:
@@ -439,3 +433,20 @@ def _read(exchange: Exchange, kind: type[Any]) -> Any:
         return msgspec.json.decode(exchange.body or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TailraceError("invalid_request", f"invalid body: {error}") from None
+
+
+_DATABASE: Final = "/v1/databases/{db}"
+_MANAGE: Final = Action.MANAGE_DATABASE
+ROUTES: Final = (
+    Route("POST", f"{_DATABASE}/summaries", _MANAGE, JobRoutes.announce, "announceWatchJob", place="first"),
+    Route("GET", f"{_DATABASE}/view", _MANAGE, JobRoutes.view, "readView", place="first"),
+    Route("POST", f"{_DATABASE}/corrections", _MANAGE, JobRoutes.correct, "correctView", place="first"),
+    Route(
+        "POST",
+        f"{_DATABASE}/statistics",
+        _MANAGE,
+        JobRoutes.record_statistics,
+        "noteWatchStatistics",
+        place="first",
+    ),
+)

@@ -1,4 +1,4 @@
-"""The routes `/v1/databases/...`: collections, documents, batches and one-shot queries."""
+"""Routes of documents below `/v1/databases/{db}`: `docs`, `batch` and `query`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from typing import Any, Final, cast
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import header_line, if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Route
 from tailrace.watch import document, names
-from tailrace.watch.collection_routes import CollectionRoutes, DatabaseListingRoutes, StatusRoute
 from tailrace.watch.document import Document, client_document
 from tailrace.watch.document_writer import DocumentWrite, DocumentWriter, WriteResult
 from tailrace.watch.query_execution import QueryExecutor
 from tailrace.watch.realtime.gateway import Gateway
 
-DATABASES_PATH: Final = b"/v1/databases"
-DATABASES_PREFIX: Final = DATABASES_PATH + b"/"
-DOCUMENT_METHODS: Final = "GET, PUT, PATCH, DELETE, HEAD, OPTIONS"
 BATCH_BYTES: Final = 5 * 1024 * 1024
 WRITE_ID_BYTES: Final = 128
 
 
-class DatabaseRoutes:
-    """Everything below `/v1/databases/`."""
+class DocumentRoutes:
+    """Documents: one, several, and those that match a query."""
 
     def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
         registry, access = gateway.registry, gateway.access
@@ -39,48 +35,13 @@ class DatabaseRoutes:
         self._access = access
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
-        self.collections = CollectionRoutes(context, registry, access)
-        self.listing = DatabaseListingRoutes(context, registry)
         self._queries = QueryExecutor(registry, access)
-        self._status = StatusRoute(registry, gateway)
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
-        """`raw` is what follows the prefix, percent-encoded."""
-        path = stream_names.decode_name(raw)
-        if path is None:
-            raise TailraceError("invalid_path", "the path must be UTF-8")
-        database, _, rest = path.partition("/")
-        kind, _, name = rest.partition("/")
-        if kind == "docs":
-            self._document(exchange, identity, method, database, name)
-        elif rest == "collections":
-            self.listing.collections(exchange, identity, method, database)
-        elif kind == "collections":
-            self.collections.serve(exchange, identity, method, database, name)
-        elif rest == "":
-            self.collections.serve_database(exchange, identity, method, database)
-        elif rest == "status":
-            self._status.serve(exchange, identity, method, database)
-        elif rest == "batch":
-            self._batch(exchange, identity, method, database)
-        elif rest == "query":
-            self._query(exchange, identity, method, database)
-        else:
-            raise TailraceError("not_found", "path not found")
 
     # -- one document ----------------------------------------------------------------------------------
 
-    def _document(
-        self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str
-    ) -> None:
-        if method in (b"GET", b"HEAD"):
-            authorise(identity, Action.READ_DATABASE, db=database)
-            self._read(exchange, identity, database, name)
-            return
-        if method not in (b"PUT", b"PATCH", b"DELETE"):
-            raise responses.method_not_allowed(DOCUMENT_METHODS)
-        authorise(identity, Action.WRITE_DATABASE, db=database)
+    def write(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
+        method = exchange.method
         path = names.split_document_path(name)
         data: Document | None = None
         if method != b"DELETE":
@@ -107,7 +68,7 @@ class DatabaseRoutes:
             database, [write], self._access.write_check(identity), on_written, write_id=_write_id(exchange)
         )
 
-    def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
+    def read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
         path = self._registry.split_path(database, name)
         absent = TailraceError("not_found", f"document {name!r} not found")
         collection = self._registry.find(database, path.collection)
@@ -134,10 +95,7 @@ class DatabaseRoutes:
 
     # -- several documents -----------------------------------------------------------------------------
 
-    def _batch(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        authorise(identity, Action.WRITE_DATABASE, db=database)
+    def batch(self, exchange: Exchange, identity: Identity, database: str) -> None:
         _check_type(exchange)
         value = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
         atomic, listed = value.get("atomic", False), value.get("writes")
@@ -196,10 +154,7 @@ class DatabaseRoutes:
             raise TailraceError("invalid_request", f"write {index}: a delete must not have data")
         return DocumentWrite(op, names.split_document_path(path), data, version, if_absent=absent)
 
-    def _query(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        authorise(identity, Action.READ_DATABASE, db=database)
+    def query(self, exchange: Exchange, identity: Identity, database: str) -> None:
         _check_type(exchange)
         value = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
         request = self._queries.prepare(identity, database, value)
@@ -284,3 +239,16 @@ def _write_id(exchange: Exchange) -> str | None:
             header="idempotency-key",
         )
     return raw.decode("latin-1")
+
+
+_DATABASE: Final = "/v1/databases/{db}"
+_DOCUMENT: Final = f"{_DATABASE}/docs/{{path}}"
+_READ, _WRITE = Action.READ_DATABASE, Action.WRITE_DATABASE
+ROUTES: Final = (
+    Route("GET", _DOCUMENT, _READ, DocumentRoutes.read, "getDocument", place="first"),
+    Route("PUT", _DOCUMENT, _WRITE, DocumentRoutes.write, "putDocument", place="first"),
+    Route("PATCH", _DOCUMENT, _WRITE, DocumentRoutes.write, "patchDocument", place="first"),
+    Route("DELETE", _DOCUMENT, _WRITE, DocumentRoutes.write, "deleteDocument", place="first"),
+    Route("POST", f"{_DATABASE}/batch", _WRITE, DocumentRoutes.batch, "writeDocuments", place="first"),
+    Route("POST", f"{_DATABASE}/query", _READ, DocumentRoutes.query, "queryDocuments", place="first"),
+)

@@ -9,9 +9,11 @@ import orjson
 import xxhash
 
 from tailrace import __version__
+from tailrace.auth import Action
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.routing import responses
+from tailrace.routing.table import Auth, Route
 from tailrace.server.openapi import (
     components,
     hub,
@@ -30,7 +32,6 @@ from tailrace.server.openapi import (
 )
 from tailrace.server.openapi.components import Json, answer, error_responses, headers, operation, without_body
 
-OPENAPI_PATH: Final = b"/openapi.json"
 _PARTS: Final = (
     components,
     streams,
@@ -152,12 +153,18 @@ def rendered() -> tuple[str, bytes]:
     return f'"{xxhash.xxh3_128_hexdigest(document)}"', document
 
 
-def serve_openapi(exchange: Exchange) -> None:
-    """GET /openapi.json, without authentication."""
-    tag, document = rendered()
-    head = b"Cache-Control: no-cache\r\nETag: %b\r\n" % tag.encode()
-    known = exchange.headers.get(b"if-none-match")
-    if known is not None and if_none_match(known.decode("latin-1"), tag):
-        exchange.respond(304, head)
-    else:
-        exchange.respond(200, responses.JSON_TYPE + head, document)
+class OpenApiRoutes:
+    def show(self, exchange: Exchange, _: object) -> None:
+        """GET /openapi.json, without authentication."""
+        tag, document = rendered()
+        head = b"Cache-Control: no-cache\r\nETag: %b\r\n" % tag.encode()
+        known = exchange.headers.get(b"if-none-match")
+        if known is not None and if_none_match(known.decode("latin-1"), tag):
+            exchange.respond(304, head)
+        else:
+            exchange.respond(200, responses.JSON_TYPE + head, document)
+
+
+ROUTES: Final = (
+    Route("GET", "/openapi.json", Action.PUBLIC, OpenApiRoutes.show, "readDescription", Auth.BY_HANDLER),
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any, Final, cast
 from urllib.parse import parse_qs
 
@@ -15,6 +14,7 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.routing import responses
+from tailrace.routing.table import Auth, Identify, Route
 from tailrace.watch.query import read_query
 from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
@@ -30,8 +30,6 @@ from tailrace.watch.realtime.subscription import (
 from tailrace.watch.resume_tokens import Ticket
 from tailrace.watch.rxdb.websocket import stop_stream
 
-WS_PATH: Final = b"/realtime/ws"
-SSE_PATH: Final = b"/realtime/sse"
 SUBPROTOCOL: Final = b"tailrace.v1"
 MESSAGES_PER_S: Final = 50
 MESSAGES_BURST: Final = 200
@@ -213,10 +211,8 @@ class RealtimeRoutes:
         self._gateway = gateway
         self._origins = AllowedOrigins(gateway.context.settings)
 
-    def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+    def websocket(self, exchange: Exchange, identify: Identify) -> None:
         """Authentication is in the upgrade request or in the first message."""
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         query = self._query(exchange)
         if not exchange.wants_websocket():
             raise TailraceError(
@@ -243,38 +239,32 @@ class RealtimeRoutes:
         )
         client.session = RealtimeSession(self._gateway, transport, identity, database)
 
-    def _identify(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
+    def _identify(self, exchange: Exchange, identify: Identify) -> Identity:
         try:
             return identify(exchange)
         except TailraceError as error:
             self._gateway.count_auth_failure(error.code)
             raise
 
-    def events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+    def events(self, exchange: Exchange, identify: Identify) -> None:
         """204 stops an EventSource that reconnects to something it may no longer read."""
         try:
-            self._events(exchange, method, identify)
+            self._events(exchange, identify)
         except TailraceError as error:
-            reconnects = method == b"GET" and b"last-event-id" in exchange.headers
+            reconnects = exchange.method == b"GET" and b"last-event-id" in exchange.headers
             if not reconnects or error.code not in ("forbidden", "not_found"):
                 raise
             exchange.respond(204, responses.NO_STORE)
 
-    def _events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
-        if method in (b"GET", b"HEAD"):
-            query = self._query(exchange)
-            if "ticket" in query:
-                identity, request = self._redeem_ticket(query["ticket"])
-            else:
-                identity = self._identify(exchange, identify)
-                _check_scope(identity)
-                request = _request_from_query(query)
-        elif method == b"POST":
+    def _events(self, exchange: Exchange, identify: Identify) -> None:
+        posted = exchange.method == b"POST"
+        query = {} if posted else self._query(exchange)
+        if "ticket" in query:
+            identity, request = self._redeem_ticket(query["ticket"])
+        else:
             identity = self._identify(exchange, identify)
             _check_scope(identity)
-            request = self._read_body(exchange)
-        else:
-            raise responses.method_not_allowed("GET, POST, HEAD, OPTIONS")
+            request = self._read_body(exchange) if posted else _request_from_query(query)
         database = request.get("database") or default_database(identity)
         if not isinstance(database, str):
             authorise(identity, Action.WATCH, db="")
@@ -285,7 +275,7 @@ class RealtimeRoutes:
         for one in listed:
             read_query(one.get("query"), live=True)  # reject invalid queries before the response starts
         accepts = exchange.headers.get(b"accept", b"")
-        if method == b"POST" and b"application/json" in accepts and b"text/event-stream" not in accepts:
+        if posted and b"application/json" in accepts and b"text/event-stream" not in accepts:
             self._issue_ticket(exchange, identity, {**request, "database": database})
             return
         self._check_room()
@@ -463,3 +453,27 @@ def _cursor_tokens(cursor: Any) -> dict[str, str]:
     except (ValueError, TypeError):
         return {}
     return cast("dict[str, str]", found) if isinstance(found, dict) else {}
+
+
+_EVENTS: Final = "/realtime/sse"
+ROUTES: Final = (
+    Route(
+        "GET",
+        "/realtime/ws",
+        Action.PUBLIC,
+        RealtimeRoutes.websocket,
+        "watchByWebSocket",
+        Auth.BY_HANDLER,
+        "first",
+    ),
+    Route("GET", _EVENTS, Action.WATCH, RealtimeRoutes.events, "watchByEvents", Auth.BY_HANDLER, "first"),
+    Route(
+        "POST",
+        _EVENTS,
+        Action.WATCH,
+        RealtimeRoutes.events,
+        "watchSeveralByEvents",
+        Auth.BY_HANDLER,
+        "first",
+    ),
+)

@@ -13,11 +13,11 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange, ResponseStream
-from tailrace.protocol import stream_names
 from tailrace.routing import responses
+from tailrace.routing.table import Route
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
@@ -32,7 +32,6 @@ from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullReques
 
 logger = logging.getLogger("tailrace.watch")
 
-REPLICATION_PREFIX: Final = b"/replication/v1/databases/"
 HEARTBEAT_S: Final = 15.0
 UNSENT_BYTES_MAX: Final = 1024 * 1024
 _NUMBER: Final = re.compile(r"[0-9]{1,4}\Z")
@@ -96,31 +95,9 @@ class ReplicationRoutes:
         self._replication = replication
         self._limits = replication.limits
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
-        """`raw` is what follows the prefix, percent-encoded."""
-        path = stream_names.decode_name(raw)
-        if path is None:
-            raise TailraceError("invalid_path", "the path must be UTF-8")
-        database, _, verb = path.partition("/")
-        if verb == "push":
-            if method != b"POST":
-                raise responses.method_not_allowed("POST, OPTIONS")
-            authorise(identity, Action.REPLICATION_PUSH, db=database)
-            self._push(exchange, identity, database)
-            return
-        if verb not in ("pull", "stream"):
-            raise TailraceError("not_found", "path not found")
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-        authorise(identity, Action.REPLICATION_PULL, db=database)
-        if verb == "pull":
-            self._pull(exchange, identity, database)
-        else:
-            self._stream(exchange, identity, database)
-
     # -- pull ------------------------------------------------------------------------------------------
 
-    def _pull(self, exchange: Exchange, identity: Identity, database: str) -> None:
+    def pull(self, exchange: Exchange, identity: Identity, database: str) -> None:
         params = read_params(exchange, _PULL)
         name = self._collection(database, params)
         limit, shape = read_limit(params.get("limit", str(LIMIT_DEFAULT))), read_shape(params)
@@ -163,7 +140,7 @@ class ReplicationRoutes:
 
     # -- push ------------------------------------------------------------------------------------------
 
-    def _push(self, exchange: Exchange, identity: Identity, database: str) -> None:
+    def push(self, exchange: Exchange, identity: Identity, database: str) -> None:
         kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise TailraceError("unsupported_media_type", "Content-Type must be application/json")
@@ -188,7 +165,7 @@ class ReplicationRoutes:
 
     # -- stream ----------------------------------------------------------------------------------------
 
-    def _stream(self, exchange: Exchange, identity: Identity, database: str) -> None:
+    def stream(self, exchange: Exchange, identity: Identity, database: str) -> None:
         params = read_params(exchange, _STREAM)
         name, shape = self._collection(database, params), read_shape(params)
         replication = self._replication
@@ -295,3 +272,19 @@ def read_shape(params: dict[str, Any]) -> DocumentShape:
     return DocumentShape(
         check_deleted_field(params.get("deletedField", DELETED_FIELD)), stamps in (True, "1", "true")
     )
+
+
+_DATABASE: Final = "/replication/v1/databases/{db}"
+_READ: Final = Action.REPLICATION_PULL
+ROUTES: Final = (
+    Route("GET", f"{_DATABASE}/pull", _READ, ReplicationRoutes.pull, "pullDocuments", place="first"),
+    Route(
+        "POST",
+        f"{_DATABASE}/push",
+        Action.REPLICATION_PUSH,
+        ReplicationRoutes.push,
+        "pushDocuments",
+        place="first",
+    ),
+    Route("GET", f"{_DATABASE}/stream", _READ, ReplicationRoutes.stream, "followDocuments", place="first"),
+)

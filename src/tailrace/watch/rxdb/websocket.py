@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, cast
 
@@ -24,7 +24,7 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
-from tailrace.routing import responses
+from tailrace.routing.table import Auth, Identify, Route
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.realtime import envelopes
@@ -38,7 +38,6 @@ from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullReques
 
 logger = logging.getLogger("tailrace.watch")
 
-REPLICATION_WS_PATH: Final = b"/replication/ws"
 ID_CHARS_MAX: Final = 256
 COLLECTIONS_MAX: Final = 100  # per connection
 WAITING_MAX: Final = 64  # frames; above it the socket is not read
@@ -402,10 +401,8 @@ class ReplicationSocketRoute:
         self._replication = replication
         self._origins = AllowedOrigins(replication.context.settings)
 
-    def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+    def websocket(self, exchange: Exchange, identify: Identify) -> None:
         """Authentication is in the upgrade request or in an `auth` message."""
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         replication = self._replication
         params = read_params(exchange, _PARAMS)
         shape = read_shape(params)
@@ -552,3 +549,16 @@ def stop_stream(session: RealtimeSession, message_id: str | None, payload: dict[
     task.cancel()
     session.send(envelopes.reply("unsubscribe_ack", message_id, {"status": "ok"}))
     return True
+
+
+ROUTES: Final = (
+    Route(
+        "GET",
+        "/replication/ws",
+        Action.PUBLIC,
+        ReplicationSocketRoute.websocket,
+        "replicateByWebSocket",
+        Auth.BY_HANDLER,
+        "first",
+    ),
+)

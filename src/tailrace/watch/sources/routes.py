@@ -11,10 +11,10 @@ import orjson
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.table import Route
 from tailrace.watch import document, names
 from tailrace.watch.sources.config import check_source_name
 from tailrace.watch.sources.manager import SourceManager
@@ -33,43 +33,31 @@ class SourceRoutes:
         self._sources = sources
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def match_path(self, raw: bytes) -> tuple[str, str] | None:
-        """The database and what follows `sources`, if the path matches."""
-        path = stream_names.decode_name(raw)
-        database, _, rest = ("", "", "") if path is None else path.partition("/")
-        kind, _, name = rest.partition("/")
-        return (database, name) if kind == "sources" else None
-
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, rest: str) -> None:
-        authorise(identity, Action.MANAGE_DATABASE, db=database)
+    def list(self, exchange: Exchange, _: Identity, database: str) -> None:
         names.check_database(database)
-        reading = method in (b"GET", b"HEAD")
-        name, _, verb = rest.partition("/")
-        if not rest:
-            if not reading:
-                raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-            listed = [one.to_json() for one in self._sources.list_sources(database)]
-            exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
-            return
-        if verb == "resync":
-            if method != b"POST":
-                raise responses.method_not_allowed("POST, OPTIONS")
-            self._spawn(exchange, self._resync(database, check_source_name(name)))
-        elif verb:
-            raise TailraceError("not_found", "path not found")
-        elif reading:
-            found = self._sources.find(database, check_source_name(name))
-            exchange.respond(200, _HEAD, orjson.dumps(found.to_json()))
-        elif method == b"PUT":
-            body = document.load(exchange.body, BODY_BYTES)
-            if isinstance(stream := body.get("stream"), str):
-                authorise(identity, Action.READ_STREAM, stream=stream)
-            self._spawn(exchange, self._put(database, check_source_name(name), body))
-        elif method == b"DELETE":
-            keep = parse_query(exchange.query).get("keepSlot") == "1"
-            self._spawn(exchange, self._remove(database, check_source_name(name), keep))
-        else:
-            raise responses.method_not_allowed("GET, PUT, DELETE, HEAD, OPTIONS")
+        listed = [one.to_json() for one in self._sources.list_sources(database)]
+        exchange.respond(200, _HEAD, orjson.dumps({"sources": listed}))
+
+    def show(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        names.check_database(database)
+        found = self._sources.find(database, check_source_name(name))
+        exchange.respond(200, _HEAD, orjson.dumps(found.to_json()))
+
+    def put(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
+        names.check_database(database)
+        body = document.load(exchange.body, BODY_BYTES)
+        if isinstance(stream := body.get("stream"), str):
+            authorise(identity, Action.READ_STREAM, stream=stream)
+        self._spawn(exchange, self._put(database, check_source_name(name), body))
+
+    def delete(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        names.check_database(database)
+        keep = parse_query(exchange.query).get("keepSlot") == "1"
+        self._spawn(exchange, self._remove(database, check_source_name(name), keep))
+
+    def resync(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        names.check_database(database)
+        self._spawn(exchange, self._resync(database, check_source_name(name)))
 
     async def _put(self, database: str, name: str, body: Json) -> tuple[int, Json]:
         source, is_new = await self._sources.put(database, name, body)
@@ -94,3 +82,15 @@ class SourceRoutes:
         task = self._context.loop.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+_LISTED: Final = "/v1/databases/{db}/sources"
+_ONE: Final = f"{_LISTED}/{{source}}"
+_MANAGE: Final = Action.MANAGE_DATABASE
+ROUTES: Final = (
+    Route("GET", _LISTED, _MANAGE, SourceRoutes.list, "listSources", place="first"),
+    Route("GET", _ONE, _MANAGE, SourceRoutes.show, "getSource", place="first"),
+    Route("PUT", _ONE, _MANAGE, SourceRoutes.put, "putSource", place="first"),
+    Route("DELETE", _ONE, _MANAGE, SourceRoutes.delete, "removeSource", place="first"),
+    Route("POST", f"{_ONE}/resync", _MANAGE, SourceRoutes.resync, "resyncSource", place="first"),
+)
