@@ -14,10 +14,10 @@ from tailrace.auth import create_token
 from tailrace.common.errors import ERROR_STATUS
 from tailrace.protocol.http_headers import RESPONSE_HEADERS
 from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
-from tailrace.server.openapi.document import build
+from tailrace.server.openapi import build
 from tailrace.server.routes import ROUTES
 
-DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
+DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build(ROUTES)))
 PATHS: dict[str, Any] = DOCUMENT["paths"]
 SECRET = "a secret that is long enough for the server to accept it"
 METHODS = frozenset({"get", "head", "put", "post", "delete", "options", "patch"})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import random
 from time import perf_counter
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, TypedDict, cast
 
 import msgspec
 import orjson
@@ -32,7 +32,19 @@ from tailrace.hub.sender import identity_path
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.routing import responses
 from tailrace.routing.client_address import client_network, load_trusted_proxies
-from tailrace.routing.table import Auth, Identify, Route
+from tailrace.routing.openapi import (
+    COUNT,
+    OBJECT,
+    STRING,
+    Component,
+    Count,
+    Json,
+    answer,
+    nullable,
+    obj,
+    request,
+)
+from tailrace.routing.table import Auth, Identify, Route, route_group
 
 ALL_ADDRESSES: Final = ""  # the bucket key of all addresses together
 PER_ADDRESS_PER_S: Final = 20
@@ -212,6 +224,23 @@ CLOSE_OVERLOADED: Final = 1013
 REFUSED_MESSAGE_BYTES: Final = 16 * 1024
 
 
+class HubHealth(TypedDict):
+    status: Literal["ok"]
+    service: Literal["signal-hub"]
+    version: str
+    timestamp: Count
+
+
+class HubShard(TypedDict):
+    id: str
+    url: str
+
+
+class HubShards(TypedDict):
+    epoch: Count
+    shards: list[HubShard]
+
+
 class HubRoutes:
     def __init__(self, runner: EffectRunner, settings: Settings) -> None:
         self._runner = runner
@@ -227,7 +256,7 @@ class HubRoutes:
     def respond_health(self, exchange: Exchange, _: Identify) -> None:
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self.health()))
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> HubHealth:
         return {
             "status": "ok",
             "service": "signal-hub",
@@ -238,7 +267,7 @@ class HubRoutes:
     def shards(self, exchange: Exchange, _: Identity) -> None:
         base = responses.base_url(exchange, self._settings)
         url = "ws" + base.removeprefix("http") + WS_PATH.decode()
-        body = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
+        body: HubShards = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     # -- sockets ---------------------------------------------------------------------------------------
@@ -389,17 +418,81 @@ def _subprotocol(exchange: Exchange) -> bytes | None:
     return SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
 
 
-ROUTES: Final = (
-    Route("GET", "/hub/ws", Action.PUBLIC, HubRoutes.websocket, "connectActor", Auth.BY_HANDLER, "first"),
-    Route("POST", "/hub/messages", Action.HUB_CONNECT, HubRoutes.message, "sendHubMessage", place="first"),
-    Route(
-        "GET",
-        "/hub/health",
-        Action.PUBLIC,
-        HubRoutes.respond_health,
-        "readHubHealth",
-        Auth.BY_HANDLER,
-        "first",
+# By hand: a message is decoded in steps, and its fields depend on its type.
+_ADDRESS: Final[Json] = {"type": "string", "pattern": r"^@\([A-Za-z0-9_.:~/-]+\)$", "maxLength": 256}
+_NAME: Final[Json] = {"type": "string", "minLength": 1, "maxLength": 128}
+_MILLIS: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
+_TYPES: Final = (
+    *("hub:send", "hub:publish", "hub:broadcast", "hub:discover", "hub:list_actors"),
+    *("hub:mailbox_read", "hub:mailbox_commit"),
+)
+_HUB_MESSAGE: Final = Component(
+    "HubMessage",
+    obj(
+        {"id": _NAME, "type": {"enum": list(_TYPES)}, "timestamp": _MILLIS},
+        {
+            "from": nullable(STRING),
+            "to": nullable(STRING),
+            "payload": nullable(OBJECT),
+            "pattern": {"enum": ["tell", "ask"]},
+            "correlationId": nullable(STRING),
+            "metadata": nullable(OBJECT),
+            "ttl": {"type": ["integer", "null"], "minimum": 1},
+            "signature": nullable(STRING),
+        },
     ),
-    Route("GET", "/hub/shards", Action.HUB_SHARDS, HubRoutes.shards, "listHubShards", place="first"),
+)
+_HUB_REPLY: Final = Component(
+    "HubReply",
+    obj(
+        {
+            "id": STRING,
+            "from": _ADDRESS,
+            "to": _ADDRESS,
+            "type": STRING,
+            "payload": OBJECT,
+            "pattern": {"const": "tell"},
+            "correlationId": STRING,
+            "timestamp": COUNT,
+            "metadata": OBJECT,
+        }
+    ),
+)
+_MESSAGE_EXAMPLE: Final[Json] = {
+    "id": "0197f3c2-5a10-7c44-9b1e-0d5f6a7b8c90",
+    "type": "hub:publish",
+    "timestamp": 1767225600000,
+    "payload": {"topic": "orders/eu/created", "type": "order", "data": {"id": 1}},
+}
+ROUTES: Final = route_group(
+    "hub",
+    Route(
+        *("GET", "/hub/ws", Action.PUBLIC, HubRoutes.websocket, "connectActor"),
+        "Actors over a WebSocket",
+        {101: answer("The connection is a WebSocket now.")},
+        errors=(403, 426, 429),
+        auth=Auth.BY_HANDLER,
+    ),
+    Route(
+        *("POST", "/hub/messages", Action.HUB_CONNECT, HubRoutes.message, "sendHubMessage"),
+        "Send one message as an actor, without a session",
+        {
+            200: answer("The reply.", _HUB_REPLY),
+            202: answer("The message was accepted; there is no reply."),
+        },
+        errors=(404, 409, 410),
+        body=request(_HUB_MESSAGE, _MESSAGE_EXAMPLE, "One envelope."),
+    ),
+    Route(
+        *("GET", "/hub/health", Action.PUBLIC, HubRoutes.respond_health, "readHubHealth"),
+        "Health of the hub",
+        {200: answer("The hub is running.", HubHealth)},
+        auth=Auth.BY_HANDLER,
+    ),
+    Route(
+        *("GET", "/hub/shards", Action.HUB_SHARDS, HubRoutes.shards, "listHubShards"),
+        "The shards to connect to",
+        {200: answer("The shards that own addresses.", HubShards)},
+    ),
+    place="first",
 )

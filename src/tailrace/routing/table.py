@@ -10,7 +10,7 @@ Appends and reads of streams are not dispatched here: `TailraceApp.handle` has a
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.stream_names import decode_name, is_sub_resource_name
+from tailrace.routing.openapi import Json
 from tailrace.routing.responses import method_not_allowed
 
 STREAM_PREFIX: Final = b"/v1/stream/"
@@ -56,7 +57,14 @@ class Route(msgspec.Struct, frozen=True):
     action: Action
     handler: Handler
     operation: str
+    summary: str
+    responses: Mapping[int, Json]  # those of success; see `routing.openapi` for these and the rest
+    errors: tuple[int, ...] = ()  # statuses beside those that every request may get
+    parameters: Sequence[Json] = ()  # of the query string and headers
+    body: Json | None = None
+    description: str = ""
     auth: Auth = Auth.CHECKED
+    tag: str = ""
     place: Place = "any"
 
     @property
@@ -69,6 +77,11 @@ class Route(msgspec.Struct, frozen=True):
         if self.path.startswith(STREAM_PATH):
             return "stream"
         return "db" if "{db}" in self.path else None
+
+
+def route_group(tag: str, *routes: Route, place: Place = "any") -> tuple[Route, ...]:
+    """Rows with the same tag in the OpenAPI document, served at the same place."""
+    return tuple(msgspec.structs.replace(route, tag=tag, place=place) for route in routes)
 
 
 class Resource:

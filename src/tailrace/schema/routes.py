@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -17,8 +17,9 @@ from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import STRING, Json, answer, query, request
 from tailrace.routing.request_headers import check_content_encoding
-from tailrace.routing.table import Route
+from tailrace.routing.table import Route, route_group
 from tailrace.schema.adoption import (
     AdoptionResponse,
     Adoptions,
@@ -27,6 +28,13 @@ from tailrace.schema.adoption import (
     wants_adoption,
 )
 from tailrace.schema.append_validation import PROFILE_DOCUMENT
+from tailrace.schema.openapi import (
+    PROFILE_RESOURCE,
+    PROFILE_UPDATE,
+    REGISTRY,
+    REGISTRY_EXAMPLE,
+    SCHEMA_UPDATE,
+)
 from tailrace.schema.profiles.profile import (
     GENERIC,
     Profile,
@@ -268,11 +276,60 @@ def _profile_document(stream: Stream) -> bytes:
     return (stream.visible_documents or {}).get(PROFILE_DOCUMENT) or profile_document(GENERIC)
 
 
-_SCHEMA: Final = "/v1/stream/{name}/_schema"
-_PROFILE: Final = "/v1/stream/{name}/_profile"
-ROUTES: Final = (
-    Route("GET", _SCHEMA, Action.QUERY_STREAM, SchemaRoutes.show, "readSchema", place="owner"),
-    Route("POST", _SCHEMA, Action.CONFIGURE_STREAM, SchemaRoutes.update, "updateSchema", place="owner"),
-    Route("GET", _PROFILE, Action.QUERY_STREAM, ProfileRoutes.show, "readProfile", place="owner"),
-    Route("POST", _PROFILE, Action.CONFIGURE_STREAM, ProfileRoutes.install, "installProfile", place="owner"),
+_REGISTRY_SHOWN: Final = answer("The registry.", REGISTRY)
+_PROFILE_SHOWN: Final = answer("The profile.", PROFILE_RESOURCE)
+_ADOPT: Final = query(
+    "adopt",
+    "If the stream has entries and the update has its first schema or a profile: check every entry, "
+    "and install it from the first entry on. If an entry is invalid, the error names it and nothing changes.",
+    {"enum": ["true", "false"]},
+)
+
+
+def _with_progress(shown: Json) -> Json:
+    """A response that may be streamed line by line while entries are checked."""
+    lines = "Lines of JSON: `checked` and `total` during the check, then `result` or `error`."
+    content = cast("Json", shown["content"])
+    return {
+        **shown,
+        "content": {**content, "application/x-ndjson": {"schema": {**STRING, "description": lines}}},
+    }
+
+
+ROUTES: Final = route_group(
+    "registry",
+    Route(
+        *("GET", "/v1/stream/{name}/_schema", Action.QUERY_STREAM, SchemaRoutes.show, "readSchema"),
+        "Show the registry",
+        {200: _REGISTRY_SHOWN},
+        errors=(404, 410),
+    ),
+    Route(
+        *("POST", "/v1/stream/{name}/_schema", Action.CONFIGURE_STREAM, SchemaRoutes.update, "updateSchema"),
+        "Add a schema version, set the routing key or the search configuration",
+        {200: _with_progress(_REGISTRY_SHOWN)},
+        errors=(404, 405, 409, 410, 507),
+        parameters=[_ADOPT],
+        body=request(SCHEMA_UPDATE, REGISTRY_EXAMPLE, "The changes; absent fields are left as they are."),
+    ),
+    Route(
+        *("GET", "/v1/stream/{name}/_profile", Action.QUERY_STREAM, ProfileRoutes.show, "readProfile"),
+        "Show the profile",
+        {200: _PROFILE_SHOWN},
+        errors=(404, 410),
+    ),
+    Route(
+        *("POST", "/v1/stream/{name}/_profile", Action.CONFIGURE_STREAM, ProfileRoutes.install),
+        "installProfile",
+        "Install a profile, or change its configuration",
+        {200: _with_progress(_PROFILE_SHOWN)},
+        errors=(404, 405, 409, 410, 507),
+        parameters=[_ADOPT],
+        body=request(
+            PROFILE_UPDATE,
+            {"profile": {"kind": "state-protocol", "touch": {"enabled": True}}},
+            "The profile.",
+        ),
+    ),
+    place="owner",
 )

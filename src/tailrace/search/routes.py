@@ -26,7 +26,8 @@ from tailrace.log.segment_catalogue import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Route
+from tailrace.routing.openapi import ERROR, Json, answer, query, request
+from tailrace.routing.table import Route, route_group
 from tailrace.schema.json_values import invalid_request
 from tailrace.schema.registry import read_registry
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
@@ -34,6 +35,13 @@ from tailrace.search.aggregates.groups import aggregate_timeout
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.chunk_process import ChunkProcess
 from tailrace.search.language import add_context_fields
+from tailrace.search.openapi import (
+    AGGREGATE,
+    AGGREGATE_REQUEST,
+    SEARCH_REQUEST,
+    SEARCH_RESULT,
+    search_headers,
+)
 from tailrace.search.records import RecordView
 from tailrace.search.requests import (
     AggregateRequest,
@@ -370,10 +378,60 @@ class AggregateRoutes:
             self._gate.release()
 
 
+_PARAMETERS: Final = (
+    query(
+        "q", "The query.", {"type": "string", "maxLength": 16384}, required=True, example="service:checkout"
+    ),
+    query("size", "Hits on a page.", {"type": "integer", "minimum": 1, "maximum": 500, "default": 50}),
+    query("sort", "Comma-separated `field:asc` or `field:desc`; `offset` and `_score` too."),
+    query("search_after", "`next_search_after` of the previous page, as JSON."),
+    query("timeout_ms", "Timeout of the search.", {"type": "number", "minimum": 0}),
+)
+_SEARCHED: Final[dict[int, Json]] = {
+    200: answer("Hits, totals and coverage.", SEARCH_RESULT, search_headers()),
+    408: answer(
+        "The partial result of a search that timed out (`timed_out`), or `request_timeout`.",
+        {"anyOf": [SEARCH_RESULT, ERROR]},
+    ),
+}
 _SEARCH: Final = "/v1/stream/{name}/_search"
 _AGGREGATE: Final = "/v1/stream/{name}/_aggregate"
-ROUTES: Final = (
-    Route("GET", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_query, "searchByQuery", place="owner"),
-    Route("POST", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_body, "search", place="owner"),
-    Route("POST", _AGGREGATE, Action.QUERY_STREAM, AggregateRoutes.aggregate, "aggregate", place="owner"),
+ROUTES: Final = route_group(
+    "search",
+    Route(
+        *("GET", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_query, "searchByQuery"),
+        "Search the records of a stream",
+        _SEARCHED,
+        errors=(404, 410),
+        parameters=_PARAMETERS,
+    ),
+    Route(
+        *("POST", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_body, "search"),
+        "Search the records of a stream",
+        _SEARCHED,
+        errors=(404, 410),
+        body=request(
+            SEARCH_REQUEST,
+            {"q": "service:checkout status:>=500", "sort": ["status:desc"], "size": 20},
+            "The search.",
+        ),
+    ),
+    Route(
+        *("POST", _AGGREGATE, Action.QUERY_STREAM, AggregateRoutes.aggregate, "aggregate"),
+        "Aggregate a rollup over time intervals",
+        {200: answer("Buckets with their groups and measures.", AGGREGATE)},
+        errors=(404, 410),
+        body=request(
+            AGGREGATE_REQUEST,
+            {
+                "rollup": "requests",
+                "from": "2026-01-01T00:00:00Z",
+                "to": "2026-01-02T00:00:00Z",
+                "interval": "1h",
+                "group_by": ["service"],
+            },
+            "The aggregate.",
+        ),
+    ),
+    place="owner",
 )

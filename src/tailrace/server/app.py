@@ -37,7 +37,7 @@ from tailrace.server.health import HealthRoutes
 from tailrace.server.identity_routes import IdentityRoutes
 from tailrace.server.listing_routes import ListingRoutes, RoutingKeyRoutes
 from tailrace.server.live import LiveReaders
-from tailrace.server.openapi.document import OpenApiRoutes
+from tailrace.server.openapi import OpenApiRoutes
 from tailrace.server.otlp_routes import OtlpRoutes
 from tailrace.server.rate_limits import IdentityRateLimiter
 from tailrace.server.read_routes import ReadRoutes
@@ -90,7 +90,7 @@ class TailraceApp:
         self.table.bind(
             *(streams, self.reads, ListingRoutes(context), self.routing_keys, self.details, self.touch),
             *(self.schema, self.profile, self.otlp, self.search, AggregateRoutes(context, self.search)),
-            *(self.health, self.identities, OpenApiRoutes()),
+            *(self.health, self.identities, OpenApiRoutes(ROUTES)),
         )
         self.watch: WatchService | None = None
         self.hub: HubService | None = None

@@ -13,7 +13,8 @@ from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Auth, Identify, Route
+from tailrace.routing.openapi import STRING, Component, answer, headers, obj
+from tailrace.routing.table import Auth, Identify, Route, route_group
 
 
 class HealthRoutes:
@@ -23,10 +24,10 @@ class HealthRoutes:
         self._context = context
         self.stopping = False
         self.object_store: Callable[[], str] | None = None  # returns "ok" or an error
-        self.more: Callable[[], dict[str, object]] | None = None  # further fields of the health response
+        self.more: Callable[[], Mapping[str, object]] | None = None  # further fields of the health response
 
     def health(self, exchange: Exchange, _: object = None) -> None:
-        more = {} if self.more is None else self.more()
+        more: Mapping[str, object] = {} if self.more is None else self.more()
         self._json(exchange, 200, {"status": "ok", **more})
 
     def ready(self, exchange: Exchange, identify: Identify) -> None:
@@ -106,9 +107,51 @@ class MetricsApp:
         return self.fixed_headers or b""
 
 
+_HEALTH: Final = Component("Health", obj({"status": {"const": "ok"}}))
+_READINESS: Final = Component(
+    "Readiness",
+    obj(
+        {"status": {"enum": ["ready", "degraded", "stopping"]}},
+        {"deployment": STRING, "reason": STRING, "object_store": STRING},
+    ),
+)
+
+
+def _health_route(path: str, operation: str) -> Route:
+    return Route(
+        *("GET", path, Action.PUBLIC, HealthRoutes.health, operation),
+        "Whether the process is running",
+        {200: answer("It is running.", _HEALTH)},
+        auth=Auth.BY_HANDLER,
+    )
+
+
 ROUTES: Final = (
-    Route("GET", "/healthz", Action.PUBLIC, HealthRoutes.health, "readHealth", Auth.BY_HANDLER),
-    Route("GET", "/health", Action.PUBLIC, HealthRoutes.health, "readHealthAlias", Auth.BY_HANDLER),
-    Route("GET", "/readyz", Action.PUBLIC, HealthRoutes.ready, "readReadiness", Auth.BY_HANDLER, "all"),
-    Route("GET", "/metrics", Action.INSPECT_SERVER, HealthRoutes.metrics, "readMetrics", place="all"),
+    *route_group(
+        "server",
+        _health_route("/healthz", "readHealth"),
+        _health_route("/health", "readHealthAlias"),
+    ),
+    *route_group(
+        "server",
+        Route(
+            *("GET", "/readyz", Action.PUBLIC, HealthRoutes.ready, "readReadiness"),
+            "Whether appends and reads are served",
+            {
+                200: answer(
+                    "Ready.",
+                    _READINESS,
+                    example={"status": "ready", "deployment": "d1", "object_store": "ok"},
+                ),
+                503: answer("Not ready; `reason` says why.", _READINESS, headers("Retry-After")),
+            },
+            auth=Auth.BY_HANDLER,
+        ),
+        Route(
+            *("GET", "/metrics", Action.INSPECT_SERVER, HealthRoutes.metrics, "readMetrics"),
+            "Metrics",
+            {200: {"description": "Prometheus text.", "content": {"text/plain": {"schema": STRING}}}},
+        ),
+        place="all",
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, TypeVar
 
 import msgspec
 import orjson
@@ -25,7 +25,8 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Route
+from tailrace.routing.openapi import Count, answer, headers, params, request
+from tailrace.routing.table import Route, route_group
 
 logger = logging.getLogger("tailrace.auth")
 
@@ -37,14 +38,18 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
+Scopes = Annotated[list[Literal["read", "write", "manage"]], msgspec.Meta(min_length=1)]
+Names = Annotated[list[Text], msgspec.Meta(max_length=100)]
+
+
 class NewApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The properties of a new key; the server chooses its id and secret."""
 
     sub: Text
-    scopes: list[str]
-    streams: list[str] | None = None
-    databases: list[str] | None = None
-    actor_id: str | None = None
+    scopes: Scopes
+    streams: Names | None = None
+    databases: Names | None = None
+    actor_id: Text | None = None
     expires_in: Seconds | None = None
 
 
@@ -54,6 +59,57 @@ class Revoke(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jti: Text | None = None
     sub: Text | None = None
     exp: Seconds | None = None  # expiry of the token, after which the revocation can be deleted
+
+
+class ShownApiKey(TypedDict):
+    """A key without its secret."""
+
+    id: str
+    sub: str
+    scopes: Scopes
+    streams: Names | None
+    databases: Names | None
+    actorId: Text | None
+    createdAt: Count
+    expiresAt: int | None
+
+
+class ApiKeys(TypedDict):
+    keys: list[ShownApiKey]
+
+
+class CreatedApiKey(ShownApiKey):
+    """`key` is returned only here."""
+
+    key: str
+
+
+class Revocation(TypedDict):
+    at: Count
+    jti: NotRequired[str]
+    sub: NotRequired[str]
+    until: NotRequired[int | None]
+
+
+class RevocationList(TypedDict):
+    total: Count
+    revocations: list[Revocation]
+
+
+class RevokedIdentity(TypedDict):
+    jti: NotRequired[str]
+    sub: NotRequired[str]
+
+
+class RevokeResult(TypedDict):
+    revoked: RevokedIdentity
+
+
+class RevokedHashLists(TypedDict):
+    """The first 32 hex digits of the SHA-256 of each `jti`, and of each `sub` with its time."""
+
+    tokens: list[str]
+    subjects: dict[str, Count]
 
 
 class IdentityRoutes:
@@ -221,18 +277,55 @@ def _ignore_change() -> None:
     """The default `on_change`: no connections to recheck."""
 
 
-_MANAGE: Final = Action.MANAGE_IDENTITIES
-ROUTES: Final = (
-    Route("GET", "/v1/server/_keys", _MANAGE, IdentityRoutes.list_keys, "listApiKeys"),
-    Route("POST", "/v1/server/_keys", _MANAGE, IdentityRoutes.create_key, "makeApiKey"),
-    Route("DELETE", "/v1/server/_keys/{id}", _MANAGE, IdentityRoutes.delete_key, "revokeApiKey"),
-    Route("GET", "/v1/server/_revocations", _MANAGE, IdentityRoutes.list_revocations, "listRevocations"),
-    Route("POST", "/v1/server/_revocations", _MANAGE, IdentityRoutes.revoke, "revoke"),
+_TAGGED: Final = headers(always=("ETag",))
+ROUTES: Final = route_group(
+    "identities",
     Route(
-        "GET",
-        "/v1/server/_revoked",
-        Action.FOLLOW_REVOCATIONS,
-        IdentityRoutes.list_revoked_hashes,
+        *("GET", "/v1/server/_keys", Action.MANAGE_IDENTITIES, IdentityRoutes.list_keys, "listApiKeys"),
+        "API keys",
+        {200: answer("All keys, without their secrets.", ApiKeys)},
+        errors=(409,),
+    ),
+    Route(
+        *("POST", "/v1/server/_keys", Action.MANAGE_IDENTITIES, IdentityRoutes.create_key, "makeApiKey"),
+        "Create an API key",
+        {201: answer("The key. Store it: it cannot be read again.", CreatedApiKey)},
+        errors=(409, 507),
+        body=request(
+            NewApiKey,
+            {"sub": "ci", "scopes": ["write"], "streams": ["builds/"]},
+            "The subject and rights of the key.",
+        ),
+    ),
+    Route(
+        *("DELETE", "/v1/server/_keys/{id}", Action.MANAGE_IDENTITIES, IdentityRoutes.delete_key),
+        "revokeApiKey",
+        "Revoke an API key",
+        {204: answer("The key is revoked and its connections are closed.")},
+        errors=(404, 409),
+    ),
+    Route(
+        *("GET", "/v1/server/_revocations", Action.MANAGE_IDENTITIES, IdentityRoutes.list_revocations),
+        "listRevocations",
+        "Revocations, the newest first",
+        {200: answer("At most 1,000 revocations.", RevocationList)},
+        errors=(409,),
+    ),
+    Route(
+        *("POST", "/v1/server/_revocations", Action.MANAGE_IDENTITIES, IdentityRoutes.revoke, "revoke"),
+        "Revoke a token, or all tokens of a subject",
+        {200: answer("The tokens are revoked and their connections are closed.", RevokeResult)},
+        errors=(409, 507),
+        body=request(Revoke, {"jti": "4be1a0c29d3f7a58"}, "The token or the subject."),
+    ),
+    Route(
+        *("GET", "/v1/server/_revoked", Action.FOLLOW_REVOCATIONS, IdentityRoutes.list_revoked_hashes),
         "followRevocations",
+        "Hashes of all revocations, for edges and other servers that check tokens",
+        {
+            200: answer("The hashes.", RevokedHashLists, _TAGGED),
+            304: answer("Not modified.", head=_TAGGED),
+        },
+        parameters=params("if-none-match"),
     ),
 )

@@ -23,7 +23,8 @@ from tailrace.protocol.http_headers import header_line, media_type
 from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.routing import request_headers, responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Auth, Route
+from tailrace.routing.openapi import OBJECT, STRING, Component, Json, array, headers, obj
+from tailrace.routing.table import Auth, Handler, Route, route_group
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
 from tailrace.schema.json_values import encode_json_record
 from tailrace.schema.profiles.otlp_export import (
@@ -313,22 +314,95 @@ def gunzip_bounded(body: bytes, limits: OtlpLimits) -> bytes:
     return b"".join(pieces)
 
 
-ROUTES: Final = (
-    Route(
-        "POST",
-        "/v1/stream/{name}/_otlp/v1/traces",
-        Action.INGEST_TRACES,
-        OtlpRoutes.export_to_stream,
-        "exportTraces",
-        place="owner",
+_BYTES: Final[Json] = {"type": "string", "format": "binary"}
+_ATTRIBUTES: Final[Json] = array(obj({}, {"key": STRING, "value": OBJECT}))
+_EXPORT: Final = Component(
+    "TraceExport",
+    obj(
+        {},
+        {
+            "resourceSpans": array(
+                obj(
+                    {},
+                    {
+                        "resource": obj({}, {"attributes": _ATTRIBUTES}),
+                        "scopeSpans": array(obj({}, {"spans": array(OBJECT)}), maxItems=4096),
+                    },
+                ),
+                maxItems=1024,
+            )
+        },
+        description="`ExportTraceServiceRequest` of OTLP as JSON: ids in hex, 64-bit numbers as strings.",
     ),
-    Route(
-        "POST",
-        "/v1/traces",
-        Action.INGEST_TRACES,
-        OtlpRoutes.export,
-        "exportTracesByDefault",
+)
+_EXPORT_ANSWER: Final = Component(
+    "TraceExportAnswer",
+    obj(
+        {},
+        {"partialSuccess": obj({"rejectedSpans": STRING, "errorMessage": STRING})},
+        description="Empty if all spans were stored.",
+    ),
+)
+_EXAMPLE: Final = {
+    "resourceSpans": [
+        {
+            "resource": {"attributes": [{"key": "service.name", "value": {"stringValue": "checkout"}}]},
+            "scopeSpans": [
+                {
+                    "spans": [
+                        {
+                            "traceId": "4bf92f3577b34da6a3ce929d0e0e4736",
+                            "spanId": "00f067aa0ba902b7",
+                            "name": "GET /orders",
+                            "kind": 2,
+                            "startTimeUnixNano": "1767225600000000000",
+                            "endTimeUnixNano": "1767225600020000000",
+                        }
+                    ]
+                }
+            ],
+        }
+    ]
+}
+
+
+def _export_route(path: str, handler: Handler, operation: str, summary: str, auth: Auth) -> Route:
+    return Route(
+        *("POST", path, Action.INGEST_TRACES, handler, operation, summary),
+        {
+            200: {
+                "description": "Stored; spans that were rejected are counted.",
+                "headers": headers(always=("Stream-Next-Offset",)),
+                "content": {
+                    JSON_MEDIA_TYPE: {"schema": _EXPORT_ANSWER},
+                    PROTOBUF_MEDIA_TYPE: {"schema": _BYTES},
+                },
+            }
+        },
+        errors=(404, 405, 409, 410, 415, 507),
+        body={
+            "description": "The export in either encoding, optionally with `Content-Encoding: gzip`.",
+            "required": True,
+            "content": {
+                JSON_MEDIA_TYPE: {"schema": _EXPORT, "example": _EXAMPLE},
+                PROTOBUF_MEDIA_TYPE: {"schema": _BYTES},
+            },
+        },
+        auth=auth,
+    )
+
+
+ROUTES: Final = route_group(
+    "traces",
+    _export_route(
+        *("/v1/stream/{name}/_otlp/v1/traces", OtlpRoutes.export_to_stream, "exportTraces"),
+        "Store spans in a stream with the `otel-traces` profile",
+        Auth.CHECKED,
+    ),
+    _export_route(
+        *("/v1/traces", OtlpRoutes.export, "exportTracesByDefault"),
+        "Store spans in the stream of `otlp_traces_stream`",
         Auth.IDENTIFIED,
-        "owner",
     ),
+    place="owner",
 )

@@ -12,6 +12,7 @@ from tailrace.server import (
     health,
     identity_routes,
     listing_routes,
+    openapi,
     otlp_routes,
     pipeline_routes,
     read_routes,
@@ -20,7 +21,6 @@ from tailrace.server import (
     stream_routes,
     touch_routes,
 )
-from tailrace.server.openapi import document
 from tailrace.subscriptions import routes as subscriptions
 from tailrace.watch import collection_routes, external_jobs
 from tailrace.watch import routes as documents
@@ -41,7 +41,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     *subscriptions.ROUTES,
     *health.ROUTES,
     *server_details.ROUTES,
-    *document.ROUTES,
+    *openapi.ROUTES,
     *identity_routes.ROUTES,
     *realtime.ROUTES,
     *external_jobs.ROUTES,

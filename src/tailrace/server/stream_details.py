@@ -24,11 +24,31 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Route
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    INSTANT,
+    STRING,
+    Component,
+    Json,
+    answer,
+    array,
+    counts,
+    headers,
+    nullable,
+    obj,
+    params,
+    query,
+    texts,
+)
+from tailrace.routing.table import Handler, Route, route_group
+from tailrace.schema.openapi import PROFILE_RESOURCE, REGISTRY
 from tailrace.search.index_files.index_plan import FAMILIES
 from tailrace.search.tail_index import TailIndex
 from tailrace.server.index_status import (
     BUNDLED_FAMILIES,
+    INDEX_STATUS,
+    OBSERVABILITY,
     IndexSnapshot,
     ManifestStatus,
     StreamDocuments,
@@ -458,16 +478,93 @@ def cached_bytes_by_artifact(readers: Sequence[ObjectCache], stream: Stream) -> 
     return {artifact: sum(cache.bytes_of(folder, artifact) for cache in caches) for artifact in ARTIFACTS}
 
 
-_DETAILS: Final = "/v1/stream/{name}/_details"
-_INDEX_STATUS: Final = "/v1/stream/{name}/_index_status"
-ROUTES: Final = (
-    Route("GET", _DETAILS, Action.QUERY_STREAM, DetailsRoutes.details, "readDetails", place="owner"),
-    Route(
-        "GET",
-        _INDEX_STATUS,
-        Action.QUERY_STREAM,
-        DetailsRoutes.index_status,
-        "readIndexStatus",
-        place="owner",
+_COUNTERS: Final = ("puts", "reads", "gets", "heads", "lists", "deletes")
+_STREAM: Final[Json] = obj(
+    {
+        "name": STRING,
+        "content_type": STRING,
+        "profile": STRING,
+        "created_at": INSTANT,
+        "updated_at": INSTANT,
+        "expires_at": nullable(INSTANT),
+        "ttl_seconds": nullable(COUNT),
+        "stream_seq": nullable(STRING),
+        "closed": BOOLEAN,
+        **counts("epoch", "segment_count", "uploaded_segment_count"),
+        **texts("next_offset", "sealed_through", "uploaded_through", "pending_rows", "pending_bytes"),
+        **texts("total_size_bytes", "wal_rows", "wal_bytes"),
+        "last_append_at": nullable(INSTANT),
+        "last_segment_cut_at": nullable(INSTANT),
+    },
+    {"observability": OBSERVABILITY, "seal_conflict": BOOLEAN},
+)
+_STORAGE: Final[Json] = obj(
+    {
+        "object_storage": obj(
+            {
+                **texts("total_bytes", "segments_bytes", "indexes_bytes", "manifest_and_meta_bytes"),
+                **texts("manifest_bytes", "schema_registry_bytes"),
+                **counts("segment_object_count", "routing_index_object_count"),
+                **counts("routing_lexicon_object_count", "exact_index_object_count"),
+                **counts("bundled_companion_object_count"),
+            }
+        ),
+        "local_storage": obj(
+            {
+                **texts("total_bytes", "wal_retained_bytes", "pending_tail_bytes"),
+                **texts("pending_sealed_segment_bytes", "segment_cache_bytes", "routing_index_cache_bytes"),
+                **texts("exact_index_cache_bytes", "lexicon_index_cache_bytes", "companion_cache_bytes"),
+                **texts("sqlite_shared_total_bytes"),
+            }
+        ),
+        "companion_families": obj(texts("col_bytes", "fts_bytes", "agg_bytes", "mblk_bytes", "exact_bytes")),
+    }
+)
+_DETAILS: Final = Component(
+    "Details",
+    obj(
+        {
+            "stream": _STREAM,
+            "profile": PROFILE_RESOURCE,
+            "schema": REGISTRY,
+            "index_status": INDEX_STATUS,
+            "storage": _STORAGE,
+            "object_store_requests": obj(
+                {**texts(*_COUNTERS), "by_artifact": array(obj({"artifact": STRING, **texts(*_COUNTERS)}))}
+            ),
+        }
     ),
+)
+_LIVE: Final = query(
+    "live",
+    "Wait until the document differs from `If-None-Match`.",
+    {"enum": ["long-poll", "true", "1", "false", "0", ""]},
+)
+
+
+def _details_route(path: str, handler: Handler, operation: str, summary: str, body: Component) -> Route:
+    return Route(
+        *("GET", path, Action.QUERY_STREAM, handler, operation, summary),
+        {
+            200: answer("The current document.", body, headers(always=("ETag",))),
+            304: answer("Not modified.", head=headers("Stream-Wait-Limit-Ms", always=("ETag",))),
+        },
+        errors=(404, 410),
+        parameters=[_LIVE, *params("timeout", "timeout_ms", "if-none-match")],
+    )
+
+
+ROUTES: Final = route_group(
+    "inspection",
+    _details_route(
+        *("/v1/stream/{name}/_details", DetailsRoutes.details, "readDetails"),
+        "All details of a stream",
+        _DETAILS,
+    ),
+    _details_route(
+        *("/v1/stream/{name}/_index_status", DetailsRoutes.index_status, "readIndexStatus"),
+        "Progress of each index family",
+        INDEX_STATUS,
+    ),
+    place="owner",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Final
+from typing import Annotated, Final, TypedDict
 
 import msgspec
 import orjson
@@ -14,11 +14,14 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol import offsets
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Auth, Identify, Route
+from tailrace.routing.openapi import STRING, Component, Json, answer, array, headers, obj, request
+from tailrace.routing.table import Auth, Handler, Identify, Route, route_group
 from tailrace.subscriptions import keys, ssrf, views
 from tailrace.subscriptions.model import (
     STREAMS_MAX,
+    StreamNames,
     SubscriptionConfig,
+    SubscriptionRequest,
     check_id,
     invalid_subscription,
     parse_config,
@@ -37,26 +40,31 @@ JSON_HEAD = responses.JSON_TYPE + responses.NO_STORE
 RESOLVE_S_MAX = 2.0
 
 
-class _AckBody(msgspec.Struct):
+class AckBody(msgspec.Struct):
     stream: str
     offset: str
 
 
-class _AnswerBody(msgspec.Struct):
+class WakeAnswerBody(msgspec.Struct):
     wake_id: str
     generation: int
-    acks: Annotated[list[_AckBody], msgspec.Meta(max_length=STREAMS_MAX)] = msgspec.field(
-        default_factory=list[_AckBody]
+    acks: Annotated[list[AckBody], msgspec.Meta(max_length=STREAMS_MAX)] = msgspec.field(
+        default_factory=list[AckBody]
     )
     done: bool = False
 
 
-class _ClaimBody(msgspec.Struct):
+class Claim(msgspec.Struct):
     worker: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
-_decode_answer = msgspec.json.Decoder(_AnswerBody).decode
-_decode_claim = msgspec.json.Decoder(_ClaimBody).decode
+class WakeAnswered(TypedDict):
+    ok: bool
+    next_wake: bool
+
+
+_decode_answer = msgspec.json.Decoder(WakeAnswerBody).decode
+_decode_claim = msgspec.json.Decoder(Claim).decode
 
 
 class SubscriptionRoutes:
@@ -243,35 +251,116 @@ def _answer_next(exchange: Exchange) -> StepCallback:
         if error is not None:
             responses.respond_error(exchange, error)
         else:
-            body = orjson.dumps({"ok": True, "next_wake": step.wake is not None})
-            exchange.respond(200, JSON_HEAD, body)
+            body: WakeAnswered = {"ok": True, "next_wake": step.wake is not None}
+            exchange.respond(200, JSON_HEAD, orjson.dumps(body))
 
     return callback
 
 
+_KEYS: Final = Component("KeySet", obj({"keys": array(obj({"kty": STRING, "kid": STRING}))}))
+_CONFIG_EXAMPLE: Final[Json] = {
+    "type": "pull-wake",
+    "pattern": "orders/*",
+    "wake_stream": "wakes/orders",
+    "lease_ttl_ms": 30_000,
+}
+_ANSWER: Final = request(
+    WakeAnswerBody,
+    {
+        "wake_id": "w1",
+        "generation": 1,
+        "acks": [{"stream": "orders/1", "offset": "00000000000000000008000000"}],
+        "done": True,
+    },
+    "The progress of the worker.",
+)
 _ONE: Final = "/v1/stream/__ds/subscriptions/{id}"
-_MANAGE: Final = Action.MANAGE_SUBSCRIPTION
-_ANSWER: Final = Action.ANSWER_WAKE
-_Routes: Final = SubscriptionRoutes
-ROUTES: Final = (
+
+
+def _answer_route(handler: Handler, operation: str, summary: str, responses: dict[int, Json]) -> Route:
+    return Route(
+        *("POST", f"{_ONE}/{handler.__name__}", Action.ANSWER_WAKE, handler, operation, summary, responses),
+        errors=(401, 404, 409, 507),
+        body=_ANSWER,
+        description="Requires the token of the wake itself, also on servers without authentication.",
+        auth=Auth.BY_HANDLER,
+    )
+
+
+ROUTES: Final = route_group(
+    "subscriptions",
     Route(
-        "GET",
-        "/v1/stream/__ds/jwks.json",
-        Action.PUBLIC,
-        _Routes.jwks,
-        "readWebhookKeys",
-        Auth.BY_HANDLER,
-        "first",
+        *("GET", "/v1/stream/__ds/jwks.json", Action.PUBLIC, SubscriptionRoutes.jwks, "readWebhookKeys"),
+        "Public keys of webhook signatures",
+        {
+            200: {
+                "description": "The keys.",
+                "headers": headers("Cache-Control"),
+                "content": {"application/jwk-set+json": {"schema": _KEYS}},
+            }
+        },
+        auth=Auth.BY_HANDLER,
     ),
-    Route("PUT", _ONE, _MANAGE, _Routes.put, "createSubscription", place="first"),
-    Route("GET", _ONE, Action.READ_SUBSCRIPTION, _Routes.get, "readSubscription", place="first"),
-    Route("DELETE", _ONE, _MANAGE, _Routes.delete, "deleteSubscription", place="first"),
-    Route("POST", f"{_ONE}/streams", _MANAGE, _Routes.add_streams, "addStreams", place="first"),
     Route(
-        "DELETE", f"{_ONE}/streams/{{name}}", _MANAGE, _Routes.remove_stream, "removeStream", place="first"
+        *("PUT", _ONE, Action.MANAGE_SUBSCRIPTION, SubscriptionRoutes.put, "createSubscription"),
+        "Create a subscription, or confirm its configuration",
+        {
+            200: answer("The subscription exists.", views.SubscriptionBody),
+            201: answer("The subscription was created.", views.SubscriptionBody),
+        },
+        errors=(404, 405, 409, 507),
+        body=request(SubscriptionRequest, _CONFIG_EXAMPLE, "The configuration."),
     ),
-    Route("POST", f"{_ONE}/claim", Action.CLAIM_WAKE, _Routes.claim, "claimWake", place="first"),
-    Route("POST", f"{_ONE}/callback", _ANSWER, _Routes.callback, "answerWebhook", Auth.BY_HANDLER, "first"),
-    Route("POST", f"{_ONE}/ack", _ANSWER, _Routes.ack, "acknowledge", Auth.BY_HANDLER, "first"),
-    Route("POST", f"{_ONE}/release", _ANSWER, _Routes.release, "release", Auth.BY_HANDLER, "first"),
+    Route(
+        *("GET", _ONE, Action.READ_SUBSCRIPTION, SubscriptionRoutes.get, "readSubscription"),
+        "Show a subscription",
+        {200: answer("The subscription.", views.SubscriptionBody)},
+        errors=(404,),
+    ),
+    Route(
+        *("DELETE", _ONE, Action.MANAGE_SUBSCRIPTION, SubscriptionRoutes.delete, "deleteSubscription"),
+        "Remove a subscription",
+        {204: answer("Removed, by this request or an earlier one.")},
+        errors=(409, 507),
+    ),
+    Route(
+        *(
+            "POST",
+            f"{_ONE}/streams",
+            Action.MANAGE_SUBSCRIPTION,
+            SubscriptionRoutes.add_streams,
+            "addStreams",
+        ),
+        "Add streams by name",
+        {204: answer("The streams are subscribed.")},
+        errors=(404, 409, 507),
+        body=request(StreamNames, {"streams": ["orders/1"]}, "Names of streams."),
+    ),
+    Route(
+        *("DELETE", f"{_ONE}/streams/{{name}}", Action.MANAGE_SUBSCRIPTION, SubscriptionRoutes.remove_stream),
+        "removeStream",
+        "Remove a stream that was added by name",
+        {204: answer("The stream is not subscribed by name.")},
+        errors=(404, 409, 507),
+    ),
+    Route(
+        *("POST", f"{_ONE}/claim", Action.CLAIM_WAKE, SubscriptionRoutes.claim, "claimWake"),
+        "Claim the work of a pull-wake subscription",
+        {200: answer("The work, and a token to report progress with.", views.ClaimedWake)},
+        errors=(404, 409, 507),
+        body=request(Claim, {"worker": "worker-1"}, "The worker."),
+    ),
+    _answer_route(
+        *(SubscriptionRoutes.callback, "answerWebhook", "A webhook's worker reports progress"),
+        {200: answer("The progress is stored.", WakeAnswered)},
+    ),
+    _answer_route(
+        *(SubscriptionRoutes.ack, "acknowledge", "A pull-wake worker reports progress"),
+        {200: answer("The progress is stored.", WakeAnswered)},
+    ),
+    _answer_route(
+        *(SubscriptionRoutes.release, "release", "A pull-wake worker releases the work"),
+        {204: answer("The work is released.")},
+    ),
+    place="first",
 )

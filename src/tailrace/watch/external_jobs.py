@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypedDict
 
 import msgspec
 import orjson
@@ -27,13 +27,14 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Route
+from tailrace.routing.openapi import Count, JsonObject, answer, query, request
+from tailrace.routing.table import Route, route_group
 from tailrace.storage.retention_service import NO_END, RetentionBound
 from tailrace.watch import document_view, names
 from tailrace.watch.collection import NATIVE, Collection
 from tailrace.watch.collection_registry import CollectionRegistry
 from tailrace.watch.document_view import DocumentRow
-from tailrace.watch.document_writer import Correction, DocumentWriter, WriteResult
+from tailrace.watch.document_writer import Correction, DocumentResults, DocumentWriter, WriteResult
 from tailrace.watch.external_matching import (
     DELIVERIES_PREFIX,
     SUMMARIES_PREFIX,
@@ -435,18 +436,92 @@ def _read(exchange: Exchange, kind: type[Any]) -> Any:
         raise TailraceError("invalid_request", f"invalid body: {error}") from None
 
 
+class JobSummaries(TypedDict):
+    gateway: str
+    stream: str
+    deliveries: str
+    offset: str
+    subscriptions: Count
+    expires: Count
+    token: str | None
+
+
+class ViewRow(TypedDict):
+    id: str
+    partition: Count
+    seq: Count
+    version: Count
+    createdAt: Count
+    updatedAt: Count
+    deleted: bool
+    data: JsonObject
+
+
+class ViewPage(TypedDict):
+    generation: Count
+    folder: str
+    purged: list[Annotated[list[Count], msgspec.Meta(min_length=2, max_length=2)]]
+    positions: list[Count]
+    rows: list[ViewRow]
+    next: str | None
+
+
+class RecordedStatistics(TypedDict):
+    collection: str
+    bloomRatio: float
+
+
+_CORRECTION: Final[Json] = {
+    "id": "o-1",
+    "seen": 7,
+    "version": 3,
+    "createdMs": 1767225600000,
+    "deleted": False,
+    "data": {"total": 5},
+}
 _DATABASE: Final = "/v1/databases/{db}"
-_MANAGE: Final = Action.MANAGE_DATABASE
-ROUTES: Final = (
-    Route("POST", f"{_DATABASE}/summaries", _MANAGE, JobRoutes.announce, "announceWatchJob", place="first"),
-    Route("GET", f"{_DATABASE}/view", _MANAGE, JobRoutes.view, "readView", place="first"),
-    Route("POST", f"{_DATABASE}/corrections", _MANAGE, JobRoutes.correct, "correctView", place="first"),
+ROUTES: Final = route_group(
+    "watch",
     Route(
-        "POST",
-        f"{_DATABASE}/statistics",
-        _MANAGE,
-        JobRoutes.record_statistics,
-        "noteWatchStatistics",
-        place="first",
+        *("POST", f"{_DATABASE}/summaries", Action.MANAGE_DATABASE, JobRoutes.announce, "announceWatchJob"),
+        "Enable summaries of all subscriptions for some time",
+        {200: answer("Their stream, and the offset up to which they are complete.", JobSummaries)},
+        errors=(404, 507),
+        body=request(SummariesRequest, {"seconds": 90}, "The duration."),
     ),
+    Route(
+        *("GET", f"{_DATABASE}/view", Action.MANAGE_DATABASE, JobRoutes.view, "readView"),
+        "The rows of a collection view, including tombstones",
+        {200: answer("One page.", ViewPage)},
+        errors=(404,),
+        parameters=[
+            query("collection", "The collection."),
+            query("after", "The `next` of the previous page."),
+        ],
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/corrections", Action.MANAGE_DATABASE, JobRoutes.correct, "correctView"),
+        "Correct documents of a view that differ from the log",
+        {200: answer("The result of each write.", DocumentResults)},
+        errors=(404, 405, 507),
+        body=request(
+            CorrectionsRequest,
+            {"collection": "orders", "name": "rescan-1", "corrections": [_CORRECTION]},
+            "The documents as in the log.",
+        ),
+        description="A document that was written in the meantime is not changed. Idempotent.",
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/statistics", Action.MANAGE_DATABASE, JobRoutes.record_statistics),
+        "noteWatchStatistics",
+        "Report the quality of a Bloom filter that a job has built",
+        {200: answer("The ratio is stored.", RecordedStatistics)},
+        errors=(404, 507),
+        body=request(
+            StatisticsReport,
+            {"collection": "orders", "bloom": {"keys": 1000, "absent": 50_000, "wrong": 410}},
+            "The measured counts.",
+        ),
+    ),
+    place="first",
 )

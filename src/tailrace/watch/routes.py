@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 
 import orjson
 
@@ -13,11 +13,29 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import header_line, if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Route
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    STRING,
+    Component,
+    Count,
+    answer,
+    array,
+    closed,
+    counts,
+    header_param,
+    headers,
+    nullable,
+    obj,
+    params,
+    request,
+)
+from tailrace.routing.table import Route, route_group
 from tailrace.watch import document, names
 from tailrace.watch.document import Document, client_document
-from tailrace.watch.document_writer import DocumentWrite, DocumentWriter, WriteResult
-from tailrace.watch.query_execution import QueryExecutor
+from tailrace.watch.document_writer import DocumentResults, DocumentWrite, DocumentWriter, WriteResult
+from tailrace.watch.query_execution import DOCUMENT_QUERY, QueryExecutor
 from tailrace.watch.realtime.gateway import Gateway
 
 BATCH_BYTES: Final = 5 * 1024 * 1024
@@ -195,7 +213,13 @@ def _respond_write(exchange: Exchange, result: WriteResult) -> None:
     if result.status == 204:
         exchange.respond(204, head)
         return
-    body = {"path": result.path, "version": result.version, "updatedAt": result.updated_ms}
+    assert result.version is not None
+    assert result.updated_ms is not None
+    body: DocumentWritten = {
+        "path": result.path,
+        "version": result.version,
+        "updatedAt": result.updated_ms,
+    }
     exchange.respond(result.status, head + responses.JSON_TYPE, orjson.dumps(body))
 
 
@@ -241,14 +265,117 @@ def _write_id(exchange: Exchange) -> str | None:
     return raw.decode("latin-1")
 
 
+class DocumentWritten(TypedDict):
+    path: str
+    version: Count
+    updatedAt: Count
+
+
+_DOCUMENT: Final = Component(
+    "Document",
+    obj(
+        {
+            "path": STRING,
+            "id": STRING,
+            "collection": STRING,
+            "data": OBJECT,
+            **counts("version", "createdAt", "updatedAt"),
+        }
+    ),
+)
+_DOCUMENT_BATCH: Final = Component(
+    "DocumentBatch",
+    closed(
+        {
+            "writes": array(
+                closed(
+                    {"op": {"enum": ["put", "patch", "delete"]}, "path": STRING},
+                    {"data": OBJECT, "ifVersion": COUNT, "ifAbsent": BOOLEAN},
+                ),
+                minItems=1,
+                maxItems=500,
+            )
+        },
+        {"atomic": BOOLEAN},
+    ),
+)
+_DOCUMENT_PAGE: Final = Component(
+    "DocumentPage",
+    obj({"documents": array(_DOCUMENT), "cursor": nullable(STRING), "positions": array(COUNT)}),
+)
+_WRITE_ID: Final = header_param(
+    "Idempotency-Key",
+    "A repeat within ten minutes gets the first response; another request with the same key gets 409.",
+    {"type": "string", "minLength": 1, "maxLength": WRITE_ID_BYTES},
+)
+_IF_MATCH: Final = header_param("If-Match", "The required version, in quotes, or `*`.")
+_IF_ABSENT: Final = header_param("If-None-Match", "`*`: only if it does not exist.", {"const": "*"})
+_TAGGED: Final = headers(always=("ETag",))
+_WRITE_ERRORS: Final = (404, 409, 412, 415, 501, 507)
 _DATABASE: Final = "/v1/databases/{db}"
-_DOCUMENT: Final = f"{_DATABASE}/docs/{{path}}"
-_READ, _WRITE = Action.READ_DATABASE, Action.WRITE_DATABASE
-ROUTES: Final = (
-    Route("GET", _DOCUMENT, _READ, DocumentRoutes.read, "getDocument", place="first"),
-    Route("PUT", _DOCUMENT, _WRITE, DocumentRoutes.write, "putDocument", place="first"),
-    Route("PATCH", _DOCUMENT, _WRITE, DocumentRoutes.write, "patchDocument", place="first"),
-    Route("DELETE", _DOCUMENT, _WRITE, DocumentRoutes.write, "deleteDocument", place="first"),
-    Route("POST", f"{_DATABASE}/batch", _WRITE, DocumentRoutes.batch, "writeDocuments", place="first"),
-    Route("POST", f"{_DATABASE}/query", _READ, DocumentRoutes.query, "queryDocuments", place="first"),
+_PATH: Final = f"{_DATABASE}/docs/{{path}}"
+ROUTES: Final = route_group(
+    "watch",
+    Route(
+        *("GET", _PATH, Action.READ_DATABASE, DocumentRoutes.read, "getDocument"),
+        "A document",
+        {
+            200: answer("The document.", _DOCUMENT, _TAGGED),
+            304: answer("Not modified.", head=_TAGGED),
+        },
+        errors=(404, 501),
+        parameters=params("if-none-match"),
+    ),
+    Route(
+        *("PUT", _PATH, Action.WRITE_DATABASE, DocumentRoutes.write, "putDocument"),
+        "Create or replace a document",
+        {
+            201: answer("Created.", DocumentWritten, _TAGGED),
+            200: answer("Replaced.", DocumentWritten, _TAGGED),
+        },
+        errors=_WRITE_ERRORS,
+        parameters=[_WRITE_ID, _IF_MATCH, _IF_ABSENT],
+        body=request(OBJECT, {"total": 5}, "The document."),
+    ),
+    Route(
+        *("PATCH", _PATH, Action.WRITE_DATABASE, DocumentRoutes.write, "patchDocument"),
+        "Change some fields of a document",
+        {200: answer("Changed.", DocumentWritten, _TAGGED)},
+        errors=_WRITE_ERRORS,
+        parameters=[_WRITE_ID, _IF_MATCH],
+        body={
+            "description": "A merge patch (RFC 7396).",
+            "required": True,
+            "content": {"application/merge-patch+json": {"schema": OBJECT, "example": {"total": 6}}},
+        },
+    ),
+    Route(
+        *("DELETE", _PATH, Action.WRITE_DATABASE, DocumentRoutes.write, "deleteDocument"),
+        "Delete a document",
+        {204: answer("Deleted.", head=_TAGGED)},
+        errors=_WRITE_ERRORS,
+        parameters=[_WRITE_ID, _IF_MATCH],
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/batch", Action.WRITE_DATABASE, DocumentRoutes.batch, "writeDocuments"),
+        "Write several documents with one commit",
+        {200: answer("The result of each write.", DocumentResults)},
+        errors=(404, 409, 415, 501, 507),
+        parameters=[_WRITE_ID],
+        body=request(
+            _DOCUMENT_BATCH,
+            {"atomic": True, "writes": [{"op": "put", "path": "orders/o-1", "data": {"total": 5}}]},
+            "The writes, in order.",
+        ),
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/query", Action.READ_DATABASE, DocumentRoutes.query, "queryDocuments"),
+        "Documents that match now",
+        {200: answer("One page.", _DOCUMENT_PAGE)},
+        errors=(404, 415, 501),
+        body=request(
+            DOCUMENT_QUERY, {"collection": "orders", "where": "doc.total > 3", "limit": 10}, "The query."
+        ),
+    ),
+    place="first",
 )

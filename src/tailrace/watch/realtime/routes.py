@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 from urllib.parse import parse_qs
 
 import orjson
@@ -14,8 +14,10 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.routing import responses
-from tailrace.routing.table import Auth, Identify, Route
+from tailrace.routing.openapi import STRING, Count, Json, answer, array, obj, query, request
+from tailrace.routing.table import Auth, Identify, Route, route_group
 from tailrace.watch.query import read_query
+from tailrace.watch.query_execution import DOCUMENT_QUERY
 from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.realtime.session import RealtimeSession, authenticate
@@ -455,25 +457,65 @@ def _cursor_tokens(cursor: Any) -> dict[str, str]:
     return cast("dict[str, str]", found) if isinstance(found, dict) else {}
 
 
-_EVENTS: Final = "/realtime/sse"
-ROUTES: Final = (
+class IssuedTicket(TypedDict):
+    ticket: str
+    expiresAt: Count
+
+
+_EVENTS: Final[Json] = {"text/event-stream": {}}
+_SUBSCRIPTIONS: Final = obj(
+    {
+        "subscriptions": array(
+            obj({"id": STRING, "query": DOCUMENT_QUERY}), minItems=1, maxItems=SSE_SUBSCRIPTIONS_MAX
+        )
+    },
+    {"database": STRING},
+)
+_FLAG: Final[Json] = {"enum": ["0", "1"]}
+ROUTES: Final = route_group(
+    "watch",
     Route(
-        "GET",
-        "/realtime/ws",
-        Action.PUBLIC,
-        RealtimeRoutes.websocket,
-        "watchByWebSocket",
-        Auth.BY_HANDLER,
-        "first",
+        *("GET", "/realtime/ws", Action.PUBLIC, RealtimeRoutes.websocket, "watchByWebSocket"),
+        "Live queries over a WebSocket",
+        {101: answer("The connection is a WebSocket now.")},
+        errors=(401, 403, 404, 426, 429),
+        parameters=[query("database", "The database, unless `auth` names it.")],
+        auth=Auth.BY_HANDLER,
     ),
-    Route("GET", _EVENTS, Action.WATCH, RealtimeRoutes.events, "watchByEvents", Auth.BY_HANDLER, "first"),
     Route(
-        "POST",
-        _EVENTS,
-        Action.WATCH,
-        RealtimeRoutes.events,
-        "watchSeveralByEvents",
-        Auth.BY_HANDLER,
-        "first",
+        *("GET", "/realtime/sse", Action.WATCH, RealtimeRoutes.events, "watchByEvents"),
+        "One live query as server-sent events",
+        {200: {"description": "Envelopes as server-sent events.", "content": _EVENTS}},
+        errors=(404, 501),
+        parameters=[
+            query("database", "The database, if there are several."),
+            query("collection", "The collection; not with a ticket."),
+            query("filters", "A JSON array of filters."),
+            query("where", "An expression."),
+            query("snapshot", "`1`: first send all matching documents.", _FLAG),
+            query("includeData", "`0`: events without data.", _FLAG),
+            query("autoResync", "`1`: resynchronise automatically.", _FLAG),
+            query("cursor", "The `id` to continue from, as `Last-Event-ID`."),
+            query("ticket", "The ticket of a POST."),
+        ],
+        auth=Auth.BY_HANDLER,
     ),
+    Route(
+        *("POST", "/realtime/sse", Action.WATCH, RealtimeRoutes.events, "watchSeveralByEvents"),
+        "Several live queries as server-sent events, or a ticket for them",
+        {
+            200: {
+                "description": "Envelopes as server-sent events.",
+                "content": {**_EVENTS, "application/json": {"schema": IssuedTicket}},
+            }
+        },
+        errors=(404, 501),
+        body=request(
+            _SUBSCRIPTIONS,
+            {"subscriptions": [{"id": "one", "query": {"collection": "orders"}, "sendSnapshot": True}]},
+            "The queries.",
+        ),
+        auth=Auth.BY_HANDLER,
+    ),
+    place="first",
 )

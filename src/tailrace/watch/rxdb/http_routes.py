@@ -17,7 +17,22 @@ from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.routing import responses
-from tailrace.routing.table import Route
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    STRING,
+    Component,
+    Json,
+    answer,
+    array,
+    closed,
+    nullable,
+    obj,
+    query,
+    request,
+)
+from tailrace.routing.table import Route, route_group
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
@@ -274,17 +289,92 @@ def read_shape(params: dict[str, Any]) -> DocumentShape:
     )
 
 
-_DATABASE: Final = "/replication/v1/databases/{db}"
-_READ: Final = Action.REPLICATION_PULL
-ROUTES: Final = (
-    Route("GET", f"{_DATABASE}/pull", _READ, ReplicationRoutes.pull, "pullDocuments", place="first"),
-    Route(
-        "POST",
-        f"{_DATABASE}/push",
-        Action.REPLICATION_PUSH,
-        ReplicationRoutes.push,
-        "pushDocuments",
-        place="first",
+_FIELD_NAME: Final[Json] = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
+_CLIENT: Final[Json] = {"type": "string", "minLength": 1, "maxLength": CLIENT_CHARS_MAX}
+_ANY_DOCUMENT: Final = obj({"id": STRING})
+_CHECKPOINT: Final = Component("Checkpoint", obj({"updatedAt": COUNT, "id": STRING}, {"pos": STRING}))
+_PAGE: Final = Component(
+    "ReplicationPage",
+    obj(
+        {
+            "documents": array(_ANY_DOCUMENT),
+            "checkpoint": {"anyOf": [_CHECKPOINT, {"type": "null"}]},
+        }
     ),
-    Route("GET", f"{_DATABASE}/stream", _READ, ReplicationRoutes.stream, "followDocuments", place="first"),
+)
+_PUSH_REQUEST: Final = Component(
+    "ReplicationPush",
+    closed(
+        {
+            "collection": STRING,
+            "rows": array(
+                obj(
+                    {"newDocumentState": _ANY_DOCUMENT},
+                    {"assumedMasterState": nullable(OBJECT)},
+                ),
+                maxItems=500,
+            ),
+        },
+        {"client": _CLIENT, "deletedField": _FIELD_NAME, "stamps": BOOLEAN},
+    ),
+)
+_CONFLICTS: Final = Component("ReplicationConflicts", obj({"conflicts": array(_ANY_DOCUMENT)}))
+_COLLECTION_PARAM: Final = query("collection", "The collection, such as `orders`.", required=True)
+_CHECKPOINT_PARAM: Final = query(
+    "checkpoint", "The checkpoint of the last page, as JSON. Default: the beginning."
+)
+SHAPE_PARAMS: Final = (
+    query("deletedField", "The field that marks deleted documents, `_deleted` by default.", _FIELD_NAME),
+    query(
+        "stamps",
+        "`0`: without `collection`, `version`, `createdAt` and `updatedAt`.",
+        {"enum": ["0", "1", "true", "false"]},
+    ),
+)
+_DATABASE: Final = "/replication/v1/databases/{db}"
+ROUTES: Final = route_group(
+    "replication",
+    Route(
+        *("GET", f"{_DATABASE}/pull", Action.REPLICATION_PULL, ReplicationRoutes.pull, "pullDocuments"),
+        "Documents that changed since a checkpoint",
+        {200: answer("A page of documents; one with fewer than `limit` is the last.", _PAGE)},
+        errors=(404, 410, 501),
+        parameters=[
+            _COLLECTION_PARAM,
+            _CHECKPOINT_PARAM,
+            query(
+                "limit",
+                "Maximum documents, 100 by default.",
+                {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
+            ),
+            *SHAPE_PARAMS,
+        ],
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/push", Action.REPLICATION_PUSH, ReplicationRoutes.push, "pushDocuments"),
+        "Write documents, except for those that were changed in the meantime",
+        {200: answer("The current state of documents that were not written.", _CONFLICTS)},
+        errors=(404, 405, 415, 501, 507),
+        body=request(
+            _PUSH_REQUEST,
+            {
+                "collection": "orders",
+                "rows": [{"newDocumentState": {"id": "o-1", "total": 5}, "assumedMasterState": None}],
+            },
+            "The new state of each document, and the state the client assumes.",
+        ),
+    ),
+    Route(
+        *("GET", f"{_DATABASE}/stream", Action.REPLICATION_PULL, ReplicationRoutes.stream, "followDocuments"),
+        "Changed documents as server-sent events",
+        {200: {"description": "Pages of documents, or `RESYNC`.", "content": {"text/event-stream": {}}}},
+        errors=(404, 410, 501),
+        parameters=[
+            _COLLECTION_PARAM,
+            _CHECKPOINT_PARAM,
+            query("client", "The client id: changes pushed by the same `client` are not sent.", _CLIENT),
+            *SHAPE_PARAMS,
+        ],
+    ),
+    place="first",
 )

@@ -24,7 +24,8 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
-from tailrace.routing.table import Auth, Identify, Route
+from tailrace.routing.openapi import answer, query
+from tailrace.routing.table import Auth, Identify, Route, route_group
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.realtime import envelopes
@@ -32,7 +33,7 @@ from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscription import MessageRefusedError, check_subscription_id, default_database
 from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
-from tailrace.watch.rxdb.http_routes import read_limit, read_params, read_shape
+from tailrace.watch.rxdb.http_routes import SHAPE_PARAMS, read_limit, read_params, read_shape
 from tailrace.watch.rxdb.protocol import read_checkpoint, read_push_rows
 from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication
 
@@ -551,14 +552,15 @@ def stop_stream(session: RealtimeSession, message_id: str | None, payload: dict[
     return True
 
 
-ROUTES: Final = (
+ROUTES: Final = route_group(
+    "replication",
     Route(
-        "GET",
-        "/replication/ws",
-        Action.PUBLIC,
-        ReplicationSocketRoute.websocket,
-        "replicateByWebSocket",
-        Auth.BY_HANDLER,
-        "first",
+        *("GET", "/replication/ws", Action.PUBLIC, ReplicationSocketRoute.websocket, "replicateByWebSocket"),
+        "The WebSocket protocol of RxDB's replication",
+        {101: answer("The connection is a WebSocket now.")},
+        errors=(401, 403, 404, 426, 429),
+        parameters=[query("database", "The database, if there are several."), *SHAPE_PARAMS],
+        auth=Auth.BY_HANDLER,
     ),
+    place="first",
 )

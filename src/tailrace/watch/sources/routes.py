@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import orjson
 
@@ -14,7 +14,21 @@ from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-from tailrace.routing.table import Route
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    STRING,
+    answer,
+    array,
+    closed,
+    counts,
+    nullable,
+    obj,
+    query,
+    request,
+)
+from tailrace.routing.table import Route, route_group
 from tailrace.watch import document, names
 from tailrace.watch.sources.config import check_source_name
 from tailrace.watch.sources.manager import SourceManager
@@ -84,13 +98,104 @@ class SourceRoutes:
         task.add_done_callback(self._tasks.discard)
 
 
+class RemovedSource(TypedDict):
+    removed: str
+    slot: str | None
+    slotDropped: bool
+    reason: str | None
+
+
+# By hand: a configuration is read member by member, with the rules of its kind.
+_TEXT: Final[Json] = nullable(STRING)
+_SIZE: Final[Json] = {"type": ["integer", "null"]}
+_DSN: Final[Json] = {"type": "object", "minProperties": 1, "maxProperties": 1}
+_EXAMPLE: Final[Json] = {
+    "kind": "postgres",
+    "dsn": {"env": "PG_DSN"},
+    "publication": "tailrace",
+    "slot": "tailrace_app",
+    "collections": {"public.orders": {"collection": "orders", "key": ["id"]}},
+    "onGap": "rescan",
+    "initial": "load",
+}
+_SOURCE_STATUS: Final[Json] = obj(
+    {
+        "phase": {"enum": ["new", "loading", "live", "stale"]},
+        "connected": BOOLEAN,
+        **dict.fromkeys(("reason", "error", "walStatus", "lastChangeAt"), _TEXT),
+        **dict.fromkeys(("lagBytes", "retainedBytes"), _SIZE),
+        **counts("epoch", "restarts", "gaps", "changes"),
+        "token": STRING,
+        **dict.fromkeys(("lagChanges", "loaded"), _SIZE),
+        "lagSeconds": {"type": ["number", "null"]},
+    },
+    {"tokens": {"type": "object", "additionalProperties": STRING}},
+)
+_SOURCE: Final[Json] = obj(
+    {
+        **dict.fromkeys(("database", "name", "kind", "onGap"), STRING),
+        **dict.fromkeys(("collections", "batch", "limits"), OBJECT),
+        "status": _SOURCE_STATUS,
+    },
+    {
+        **dict.fromkeys(("publication", "slot", "stream", "initial", "numeric"), STRING),
+        "dsn": OBJECT,
+    },
+)
+_MAPPING: Final = closed(
+    {"collection": STRING},
+    {"key": array(STRING, maxItems=32), "partitions": {"type": "integer", "minimum": 1, "maximum": 256}},
+)
+_SOURCE_CONFIG: Final = closed(
+    {
+        "kind": {"enum": ["postgres", "mongo", "stream"]},
+        "collections": {"type": "object", "minProperties": 1, "additionalProperties": _MAPPING},
+    },
+    {
+        **dict.fromkeys(("name", "publication", "slot", "stream"), STRING),
+        "dsn": _DSN,
+        "batch": closed({}, {"maxChanges": COUNT, "maxBytes": COUNT}),
+        "limits": closed({}, {"eventsPerSecond": COUNT, "bytesPerSecond": COUNT}),
+        "onGap": {"enum": ["rescan", "hold"]},
+        "initial": {"enum": ["load", "now"]},
+        "numeric": {"enum": ["string", "double"]},
+    },
+)
 _LISTED: Final = "/v1/databases/{db}/sources"
 _ONE: Final = f"{_LISTED}/{{source}}"
-_MANAGE: Final = Action.MANAGE_DATABASE
-ROUTES: Final = (
-    Route("GET", _LISTED, _MANAGE, SourceRoutes.list, "listSources", place="first"),
-    Route("GET", _ONE, _MANAGE, SourceRoutes.show, "getSource", place="first"),
-    Route("PUT", _ONE, _MANAGE, SourceRoutes.put, "putSource", place="first"),
-    Route("DELETE", _ONE, _MANAGE, SourceRoutes.delete, "removeSource", place="first"),
-    Route("POST", f"{_ONE}/resync", _MANAGE, SourceRoutes.resync, "resyncSource", place="first"),
+ROUTES: Final = route_group(
+    "watch",
+    Route(
+        *("GET", _LISTED, Action.MANAGE_DATABASE, SourceRoutes.list, "listSources"),
+        "List the sources of a database",
+        {200: answer("The sources.", obj({"sources": array(_SOURCE)}))},
+        errors=(404,),
+    ),
+    Route(
+        *("GET", _ONE, Action.MANAGE_DATABASE, SourceRoutes.show, "getSource"),
+        "Configuration and status of a source",
+        {200: answer("The source.", _SOURCE)},
+        errors=(404,),
+    ),
+    Route(
+        *("PUT", _ONE, Action.MANAGE_DATABASE, SourceRoutes.put, "putSource"),
+        "Follow a PostgreSQL or MongoDB database, or a stream",
+        {201: answer("Created.", _SOURCE), 200: answer("Changed, or unchanged.", _SOURCE)},
+        errors=(404, 409, 501, 507),
+        body=request(_SOURCE_CONFIG, _EXAMPLE, "The source. Secrets are referenced, never included."),
+    ),
+    Route(
+        *("DELETE", _ONE, Action.MANAGE_DATABASE, SourceRoutes.delete, "removeSource"),
+        "Remove a source and drop its replication slot",
+        {200: answer("Whether the slot was dropped.", RemovedSource)},
+        errors=(404, 507),
+        parameters=[query("keepSlot", "`1`: do not drop the slot.", {"enum": ["0", "1"]})],
+    ),
+    Route(
+        *("POST", f"{_ONE}/resync", Action.MANAGE_DATABASE, SourceRoutes.resync, "resyncSource"),
+        "Reload everything from the source",
+        {202: answer("The reload has started.", _SOURCE)},
+        errors=(404, 507),
+    ),
+    place="first",
 )
