@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from tailrace.auth import Action
 from tailrace.cli.app import VERBS
 from tailrace.cli.errors import EXIT_CODES
 from tailrace.common.errors import ERROR_CATALOGUE
@@ -14,6 +15,7 @@ from tailrace.common.metrics import MetricDefinition
 from tailrace.common.server_metrics import SERVER_METRICS as METRICS
 from tailrace.common.settings import PRESETS, SETTINGS_TABLE, Setting
 from tailrace.edge.metrics import TABLE as EDGE_METRICS
+from tailrace.server.routes import ROUTES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -170,6 +172,7 @@ def cli_page() -> str:
     return "\n".join(part.strip() + "\n" for part in parts)
 
 
+<<<<<<< HEAD
 ERRORS_INTRO = """\
 # Error codes
 
@@ -201,13 +204,48 @@ def errors_page() -> str:
             rows.append(f"| {kind.status} | `{code}` | {kind.meaning} | {kind.remedy} | {retry} |")
         parts.append("\n".join(rows) + "\n")
     return "".join(parts)
+=======
+ROUTES_INTRO = """\
+# Routes
+
+*Made from the routing table by `make docs`.*
+
+All routes of a server, with the scope that a token needs when authentication is configured; `manage` includes
+`read` and `write`. [auth.md](auth.md#what-each-route-needs) says what is checked beside the scope, such as
+the streams and databases of a token. `GET /openapi.json` describes parameters, bodies and responses. Every
+GET also takes HEAD, and every path OPTIONS.
+"""
+
+
+def _scope(action: Action) -> str:
+    if action is Action.PUBLIC:
+        return "no token"
+    if action is Action.ANSWER_WAKE:
+        return "the token of the wake"
+    scopes = [f"`{scope}`" for scope in action.required_scopes.split(" or ") if scope]
+    return " or ".join(scopes) or "any valid token"
+
+
+def routes_page() -> str:
+    parts = [ROUTES_INTRO]
+    for tag in dict.fromkeys(route.tag for route in ROUTES):
+        rows = [route for route in ROUTES if route.tag == tag]
+        lines = [f"## {tag.capitalize()}\n", "| route | scope | operation |", "|---|---|---|"]
+        lines += [f"| {row.method} `{row.path}` | {_scope(row.action)} | {row.summary} |" for row in rows]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+>>>>>>> refs/heads/routes
 
 
 PAGES = {
     "settings.md": settings_page,
     "metrics.md": metrics_page,
     "cli.md": cli_page,
+<<<<<<< HEAD
     "errors.md": errors_page,
+=======
+    "routes.md": routes_page,
+>>>>>>> refs/heads/routes
 }
 
 

@@ -1,4 +1,4 @@
-"""Every route of the description, met by everybody who may not: each is refused, and in the one shape."""
+"""Every route of the routing table, with each kind of insufficient token: refused in the one shape."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import orjson
 import pytest
 
 from support.calls import Caller, eventually
 from support.server import ServerProcess
 from support.wire import Answer, Wire
-from tailrace.auth import create_token
+from tailrace.auth import Action, create_token
 from tailrace.common.clock import FakeClock
-from tailrace.server.openapi.document import build
+from tailrace.server.routes import ROUTES
 
 JSON = "application/json"
 SECRET = "a secret that only the server and this test know"
 OTHER_SECRET = "another secret, which the server has never heard of"
 STREAM, SUBSCRIPTION, DATABASE = "described", "described", "default"
 
-PATHS: dict[str, Any] = orjson.loads(orjson.dumps(build()))["paths"]
+PATHS = list(dict.fromkeys(route.path for route in ROUTES))
 METHODS = ("get", "head", "put", "post", "patch", "delete")
 
 # What names no stream and no database, and what somebody who may manage others' streams gets there.
 BEYOND_PREFIXES: dict[str, set[int]] = {
-    "GET /metrics": {200},
-    "GET /v1/server/_details": {200},
-    "GET /v1/server/_mem": {200},
-    "POST /v1/server/_seal": {403},  # of a stream
-    "GET /v1/server/_keys": {403},
-    "POST /v1/server/_keys": {403},
-    "DELETE /v1/server/_keys/{id}": {403},
-    "GET /v1/server/_revocations": {403},
-    "POST /v1/server/_revocations": {403},
-    "GET /v1/server/_revoked": {200},
-    "GET /v1/streams": {200},  # with nothing in it
-    "GET /v1/databases": {200},  # likewise
-    "POST /v1/traces": {403},
-    "GET /v1/pipeline/plan": {403},
-    "POST /v1/pipeline/plan": {403},
-    "POST /v1/pipeline/publish": {403},
-    "POST /v1/pipeline/heartbeat": {403},
-    "GET /realtime/sse": {403},
-    "POST /realtime/sse": {403},
-    "POST /hub/messages": {400, 403},  # a token is all it takes; this one's message is none
-    "GET /hub/shards": {200},
+    "readMetrics": {200},
+    "readServerDetails": {200},
+    "readServerMemory": {200},
+    "seal": {403},  # of a stream
+    "listApiKeys": {403},
+    "makeApiKey": {403},
+    "revokeApiKey": {403},
+    "listRevocations": {403},
+    "revoke": {403},
+    "followRevocations": {200},
+    "listStreams": {200},  # with nothing in it
+    "listDatabases": {200},  # likewise
+    "exportTracesByDefault": {403},
+    "readPipelinePlan": {403},
+    "rebuildCompanions": {403},
+    "publishCompanions": {403},
+    "sendHeartbeat": {403},
+    "watchByEvents": {403},
+    "watchSeveralByEvents": {403},
+    "sendHubMessage": {400, 403},  # a token is all it takes; this one's message is none
+    "listHubShards": {200},
 }
 
 
 class Operation(NamedTuple):
+    id: str
     method: str
-    path: str  # as it is described
+    path: str  # as it is in the routing table
     scope: str | None  # None: for everybody; "": any good token
     by_wake: bool
 
@@ -90,14 +90,14 @@ class Operation(NamedTuple):
 
 
 def operations() -> Iterator[Operation]:
-    for path, item in PATHS.items():
-        for method in METHODS:
-            if method not in item:
-                continue
-            security: list[dict[str, list[str]]] = item[method]["security"]
-            asked = security[0] if security else None
-            scope = None if asked is None else (asked.get("bearer") or [""])[0]
-            yield Operation(method.upper(), path, scope, asked is not None and "wake" in asked)
+    explicit = {(route.method, route.path) for route in ROUTES}
+    for route in ROUTES:
+        scope = None if route.action is Action.PUBLIC else route.action.required_scopes.split(" ")[0]
+        for method in route.methods:
+            if method == route.method or (method, route.path) not in explicit:
+                yield Operation(
+                    route.operation, method, route.path, scope, route.action is Action.ANSWER_WAKE
+                )
 
 
 OPERATIONS = list(operations())
@@ -225,10 +225,9 @@ def test_a_token_for_other_streams_and_databases(place: Place, wire: Wire) -> No
     """403, whether or not the thing exists; what names neither is in the table above."""
     seen: set[str] = set()
     for operation in GUARDED:
-        label = str(operation).replace("HEAD", "GET")
         named = "{name}" in operation.path or "{db}" in operation.path or "__ds" in operation.path
-        expected = {403} if named else BEYOND_PREFIXES[label]
-        seen |= set() if named else {label}
+        expected = {403} if named else BEYOND_PREFIXES[operation.id]
+        seen |= set() if named else {operation.id}
         answer = ask(wire, operation, place.tokens["elsewhere"])
         assert answer.status in expected, (str(operation), answer.status, answer.body)
         if operation.path in ("/v1/streams", "/v1/databases") and operation.method == "GET":
@@ -259,7 +258,7 @@ def test_what_is_for_everybody_minds_no_token(place: Place, wire: Wire) -> None:
     for path in ("/healthz", "/health", "/readyz", "/hub/health"):
         assert wire.get(path, {"Authorization": "Basic x"}).status == 200
     for path in PATHS:
-        assert wire.call("OPTIONS", Operation("OPTIONS", path, None, False).target).status == 204
+        assert wire.call("OPTIONS", Operation("", "OPTIONS", path, None, False).target).status == 204
 
 
 def test_what_workers_say_to_each_other_is_not_said_to_others(place: Place, wire: Wire) -> None:

@@ -11,7 +11,8 @@ from schemathesis import checks
 from schemathesis.core.result import Ok
 
 from support.wire import Wire
-from tailrace.server.openapi.document import build
+from tailrace.server.openapi import build
+from tailrace.server.routes import ROUTES
 
 JSON = "application/json"
 APPEND = "POST /v1/stream/{name}"
@@ -29,7 +30,7 @@ CHECKS = [
     checks.response_schema_conformance,
 ]
 
-DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build()))
+DOCUMENT: dict[str, Any] = orjson.loads(orjson.dumps(build(ROUTES)))
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations() if isinstance(found, Ok)}
 

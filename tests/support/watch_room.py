@@ -156,17 +156,13 @@ class Room:
 
     def configure(self, name: str, **given: Any) -> _Asked:
         asked = _Asked(json.dumps(given).encode())
-        self.harness.call(
-            lambda: self.routes.serve(cast("Exchange", asked), ANONYMOUS, b"PUT", DATABASE, name)
-        )
+        self.harness.call(lambda: self.routes.configure(cast("Exchange", asked), ANONYMOUS, DATABASE, name))
         self.harness.settle()
         return asked
 
     def remove(self, name: str) -> int:
         asked = _Asked(b"")
-        self.harness.call(
-            lambda: self.routes.serve(cast("Exchange", asked), ANONYMOUS, b"DELETE", DATABASE, name)
-        )
+        self.harness.call(lambda: self.routes.delete(cast("Exchange", asked), ANONYMOUS, DATABASE, name))
         self.harness.settle()
         return asked.status
 

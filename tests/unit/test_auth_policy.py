@@ -21,7 +21,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.hub.policy import ActorRule, Policy, PolicyRules, TopicRule
 from tailrace.hub.service import HubStreamAccess
 
-# The route table, row by row: the scopes that are let through, of the four there are.
+# The actions, one by one: the scopes that are let through, of the four there are.
 GRANTED_BY: dict[Action, set[str]] = {
     Action.PUBLIC: {"read", "write", "manage", "system"},
     Action.INSPECT_SERVER: {"manage"},
@@ -79,9 +79,8 @@ def names_for(action: Action) -> dict[str, str]:
     return names
 
 
-def test_the_table_has_every_row() -> None:
+def test_every_action_is_listed() -> None:
     assert set(GRANTED_BY) == set(Action)
-    assert len({action.routes for action in Action}) == len(Action)
 
 
 @pytest.mark.parametrize("action", list(Action))

@@ -1,10 +1,11 @@
-"""Authorization: one table and one function for all routes; and the check of the listen address.
+"""Authorization: one function for all routes; and the check of the listen address.
 
-Each member of `Action` is a row of the route table. Routes name their action and the stream or database; the
+Each row of the routing table names its action, and the dispatcher the stream or database of the path; the
 name then determines whether the rules of system streams or of the hub apply, so that no route can omit them.
 Authorization comes before any check that the stream exists.
 """
 
+# ruff: noqa: PIE796 - actions with equal rights are different members, see `Action.__new__`
 from __future__ import annotations
 
 import enum
@@ -31,46 +32,49 @@ class Access(enum.Enum):
 
 
 class Action(enum.Enum):
-    """A row of the route table: its routes, the scopes of which one suffices, the access to the stream."""
+    """What a request does: the scopes of which one suffices, and the access to the stream it names.
 
-    PUBLIC = ("health, keys, OpenAPI, console files, OPTIONS", "", Access.NONE)
-    INSPECT_SERVER = ("/metrics, /v1/server/*", "manage", Access.NONE)
-    MANAGE_IDENTITIES = ("/v1/server/_keys, _revocations", "manage", Access.NONE)
-    FOLLOW_REVOCATIONS = ("/v1/server/_revoked", "read", Access.NONE)
-    SEAL = ("POST /v1/server/_seal", "manage", Access.READ)
-    READ_STREAM = ("GET, HEAD /v1/stream/{name}, /pk/{key}, live modes", "read", Access.READ)
-    WRITE_STREAM = ("PUT, POST /v1/stream/{name}", "write", Access.WRITE)
-    DELETE_STREAM = ("DELETE /v1/stream/{name}", "manage", Access.MANAGE)
-    LIST = ("/v1/streams", "read", Access.NONE)
-    LIST_SYSTEM = ("/v1/streams?system=true", "manage", Access.NONE)
-    QUERY_STREAM = (
-        "GET _schema, _profile, _routing_keys, _index_status, _details; _search, _aggregate",
-        "read",
-        Access.READ,
-    )
-    CONFIGURE_STREAM = ("POST _schema, _profile", "manage", Access.MANAGE)
-    TOUCH_STREAM = ("touch/meta, touch/wait, touch/templates/activate", "read", Access.READ)
-    INGEST_TRACES = ("_otlp/v1/traces, /v1/traces", "write", Access.WRITE)
-    CREATE_TRACES_STREAM = ("/v1/traces to a stream that has to be created", "manage", Access.MANAGE)
-    MANAGE_SUBSCRIPTION = ("PUT, DELETE __ds/subscriptions/{id}, /streams", "manage", Access.READ)
-    READ_SUBSCRIPTION = ("GET __ds/subscriptions/{id}", "read", Access.READ)
-    CLAIM_WAKE = ("__ds/subscriptions/{id}/claim", "read", Access.READ)
-    ANSWER_WAKE = ("/callback, /ack, /release (by the wake's own token)", "", Access.NONE)
-    PIPELINE = ("/v1/pipeline/plan, publish, heartbeat", "manage system", Access.NONE)
-    LIST_DATABASES = ("/v1/databases", "read", Access.NONE)
-    READ_DATABASE = ("GET /v1/databases/{db}/collections, docs; POST query", "read", Access.NONE)
-    WRITE_DATABASE = ("PUT, PATCH, DELETE docs; POST batch", "write", Access.NONE)
-    MANAGE_DATABASE = ("PUT /v1/databases/{db}; collections; sources", "manage", Access.NONE)
-    WATCH = ("/realtime/ws, /realtime/sse", "read", Access.NONE)
-    WATCH_WRITE = ("document writes on /realtime/ws", "write", Access.NONE)
-    REPLICATION_PULL = ("/replication pull, stream, ws", "read", Access.NONE)
-    REPLICATION_PUSH = ("/replication push", "write", Access.NONE)
-    HUB_CONNECT = ("/hub/ws, /hub/messages", "", Access.NONE)
-    HUB_ADMIN = ("admin functions of the hub", "manage", Access.NONE)
-    HUB_SHARDS = ("/hub/shards", "read", Access.NONE)
+    The routing table says which route does what.
+    """
 
-    def __init__(self, routes: str, scopes: str, access: Access) -> None:
-        self.routes = routes
+    PUBLIC = ("", Access.NONE)
+    INSPECT_SERVER = ("manage", Access.NONE)
+    MANAGE_IDENTITIES = ("manage", Access.NONE)
+    FOLLOW_REVOCATIONS = ("read", Access.NONE)
+    SEAL = ("manage", Access.READ)
+    READ_STREAM = ("read", Access.READ)
+    WRITE_STREAM = ("write", Access.WRITE)
+    DELETE_STREAM = ("manage", Access.MANAGE)
+    LIST = ("read", Access.NONE)
+    LIST_SYSTEM = ("manage", Access.NONE)  # with system streams
+    QUERY_STREAM = ("read", Access.READ)
+    CONFIGURE_STREAM = ("manage", Access.MANAGE)
+    TOUCH_STREAM = ("read", Access.READ)
+    INGEST_TRACES = ("write", Access.WRITE)
+    CREATE_TRACES_STREAM = ("manage", Access.MANAGE)  # traces for a stream that has to be created
+    MANAGE_SUBSCRIPTION = ("manage", Access.READ)
+    READ_SUBSCRIPTION = ("read", Access.READ)
+    CLAIM_WAKE = ("read", Access.READ)
+    ANSWER_WAKE = ("", Access.NONE)  # the wake's own token is required
+    PIPELINE = ("manage system", Access.NONE)
+    LIST_DATABASES = ("read", Access.NONE)
+    READ_DATABASE = ("read", Access.NONE)
+    WRITE_DATABASE = ("write", Access.NONE)
+    MANAGE_DATABASE = ("manage", Access.NONE)
+    WATCH = ("read", Access.NONE)
+    WATCH_WRITE = ("write", Access.NONE)  # document writes over a WebSocket
+    REPLICATION_PULL = ("read", Access.NONE)
+    REPLICATION_PUSH = ("write", Access.NONE)
+    HUB_CONNECT = ("", Access.NONE)
+    HUB_ADMIN = ("manage", Access.NONE)  # admin functions of the hub
+    HUB_SHARDS = ("read", Access.NONE)
+
+    def __new__(cls, _scopes: str, _access: Access) -> Action:
+        member = object.__new__(cls)
+        member._value_ = len(cls.__members__)  # actions with equal rights are not the same
+        return member
+
+    def __init__(self, scopes: str, access: Access) -> None:
         # `manage` includes `read` and `write`; `system` includes nothing and is included in nothing.
         needed = set(scopes.split())
         self.required_scopes = " or ".join(scopes.split())

@@ -26,6 +26,7 @@ from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
+from tailrace.routing.table import RoutingTable
 from tailrace.server.pipeline_process import PipelineBacklog
 from tailrace.server.pipeline_routes import (
     PIPELINE_PREFIX,
@@ -63,13 +64,14 @@ class PlanPart(msgspec.Struct):
 class LocalPipeline:
     """Serves the requests of the first worker; on every worker."""
 
-    def __init__(self, routes: PipelineRoutes) -> None:
+    def __init__(self, routes: PipelineRoutes, table: RoutingTable) -> None:
         self._routes = routes
+        self._table = table
         routes.plans.includes_positions = True
 
     def respond(self, exchange: Exchange) -> None:
         path = PIPELINE_PREFIX + exchange.path[len(PART_PREFIX) :]
-        self._routes.respond(exchange, WORKER_IDENTITY, exchange.method, path)
+        self._table.handler_at(path, exchange.method)(exchange, WORKER_IDENTITY)
 
     def respond_backlog(self, exchange: Exchange) -> None:
         exchange.respond(200, JSON, msgspec.json.encode(self._routes.state.demand()))
@@ -78,8 +80,11 @@ class LocalPipeline:
 class ClusterPipeline:
     """Serves the pipeline routes for all workers; on the first worker."""
 
-    def __init__(self, routes: PipelineRoutes, cluster: Peers, fork_locations: ForkLocations) -> None:
+    def __init__(
+        self, routes: PipelineRoutes, table: RoutingTable, cluster: Peers, fork_locations: ForkLocations
+    ) -> None:
         self._routes = routes
+        self._table = table
         self._own = cluster.own
         self._peers = cluster.peers
         self._fork_locations = fork_locations
@@ -108,13 +113,13 @@ class ClusterPipeline:
         elif reads or (writes and path in (PLAN_PATH, PUBLISH_PATH)):
             self._later.spawn(exchange, self._forward(exchange, identity))
         else:
-            self._routes.respond(exchange, identity, method, path)
+            self._table.handler_at(path, method)(exchange, identity)
 
     async def _forward(self, exchange: Exchange, identity: Identity) -> None:
         """Forward a request about one stream to its owner."""
         owner = await self._fork_locations.find(await self._name(exchange))
         if owner == self._own:
-            self._routes.respond(exchange, identity, exchange.method, exchange.path)
+            self._table.handler_at(exchange.path, exchange.method)(exchange, identity)
             return
         method = "POST" if exchange.method == b"POST" else "GET"
         target = (

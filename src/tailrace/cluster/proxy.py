@@ -24,8 +24,9 @@ from tailrace.protocol.query_params import parse_query
 from tailrace.protocol.stream_names import check_creatable_name, is_sub_resource_name
 from tailrace.routing import request_headers
 from tailrace.routing.context import Context
+from tailrace.routing.table import CONTROL_PREFIX, is_stream_path
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS_MAX
-from tailrace.server.app import CONTROL_PREFIX, TailraceApp
+from tailrace.server.app import TailraceApp
 from tailrace.server.listing_routes import listing_action
 from tailrace.server.otlp_routes import TRACES_PATH
 from tailrace.server.pipeline_routes import PIPELINE_PREFIX
@@ -133,10 +134,10 @@ class ProxyApp:
         path = exchange.path
         if exchange.method == b"OPTIONS":
             self._app.handle(exchange)
-        elif path.startswith(CONTROL_PREFIX) and path[len(CONTROL_PREFIX) :][:1] in (b"", b"/"):
-            self._forward_to(FIRST_WORKER, exchange, hops)
-        elif path.startswith(STREAM_PREFIX):
+        elif is_stream_path(path):
             self._stream(exchange, hops)
+        elif path.startswith(CONTROL_PREFIX):
+            self._forward_to(FIRST_WORKER, exchange, hops)
         elif path == TRACES_PATH:
             self._forward_to(self._traces, exchange, hops)
         elif path == SEAL_PATH and (name := parse_query(exchange.query).get("stream")):
@@ -165,10 +166,10 @@ class ProxyApp:
             authorise(identity, Action.SEAL if exchange.path == SEAL_PATH else Action.INSPECT_SERVER)
 
     def _is_for_first(self, exchange: Exchange) -> bool:
-        watch, hub = self._routes.watch, self._routes.hub
-        return (watch is not None and watch.handles(exchange.path)) or (
-            hub is not None and hub.handles(exchange, exchange.path)
-        )
+        found, hub = self._routes.table.find(exchange.path), self._routes.hub
+        if found is not None:
+            return found[0].place == "first"
+        return hub is not None and hub.routes.accepts_at_root(exchange)
 
     def _stream(self, exchange: Exchange, hops: int) -> None:
         creates = exchange.method == b"PUT"

@@ -42,7 +42,7 @@ class ScatterGather:
         self._peers = peers
         self._limits = limits
         self._deployment = deployment
-        self._routes = {
+        self.handlers = {
             STREAMS_PATH: self._streams,
             METRICS_PATH: self._metrics,
             READY_PATH: self._ready,
@@ -54,10 +54,10 @@ class ScatterGather:
     def handles(self, exchange: Exchange) -> bool:
         """Whether to merge the responses of all workers; other methods are refused by this one."""
         methods = (b"POST",) if exchange.path == SEAL_PATH else (b"GET", b"HEAD")
-        return exchange.path in self._routes and exchange.method in methods
+        return exchange.path in self.handlers and exchange.method in methods
 
     async def respond(self, exchange: Exchange) -> None:
-        await self._routes[exchange.path](exchange)
+        await self.handlers[exchange.path](exchange)
 
     async def respond_public(self, exchange: Exchange) -> None:
         """For the metrics listener, without authentication."""

@@ -105,10 +105,12 @@ class WorkerServer(Server):
         )
         if isinstance(self._subscriptions, ClusterSubscriptions):
             self._proxy.await_subscriptions = self._subscriptions.synchronise
-        self._local_pipeline = pipeline.LocalPipeline(self.pipeline)
+        self._local_pipeline = pipeline.LocalPipeline(self.pipeline, self.app.table)
         self._cluster_pipeline: pipeline.ClusterPipeline | None = None
         if self.index == FIRST_WORKER:
-            self._cluster_pipeline = pipeline.ClusterPipeline(self.pipeline, cluster, self._fork_locations)
+            self._cluster_pipeline = pipeline.ClusterPipeline(
+                self.pipeline, self.app.table, cluster, self._fork_locations
+            )
             self._proxy.pipeline = self._cluster_pipeline.serve
             self.watch.sources.open_remote = remote_sources.RemoteOrigins(
                 self.log, cluster, self._fork_locations

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ipaddress
 import random
-from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, TypedDict, cast
 
 import msgspec
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import ERROR_STATUS, TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
@@ -33,6 +32,19 @@ from tailrace.hub.sender import identity_path
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.routing import responses
 from tailrace.routing.client_address import client_network, load_trusted_proxies
+from tailrace.routing.openapi import (
+    COUNT,
+    OBJECT,
+    STRING,
+    Component,
+    Count,
+    Json,
+    answer,
+    nullable,
+    obj,
+    request,
+)
+from tailrace.routing.table import Auth, Identify, Route, route_group
 
 ALL_ADDRESSES: Final = ""  # the bucket key of all addresses together
 PER_ADDRESS_PER_S: Final = 20
@@ -204,9 +216,6 @@ class RefusedSocket:
 
 WS_PATH: Final = b"/hub/ws"
 MESSAGES_PATH: Final = b"/hub/messages"
-HEALTH_PATH: Final = b"/hub/health"
-SHARDS_PATH: Final = b"/hub/shards"
-PATHS: Final = frozenset((WS_PATH, MESSAGES_PATH, HEALTH_PATH, SHARDS_PATH))
 # With `hub_root`: the same path without its prefix, and the root.
 ROOT_PATHS: Final = frozenset((b"/", WS_PATH.removeprefix(b"/hub")))
 SUBPROTOCOL: Final = b"signal-hub"
@@ -214,7 +223,22 @@ CLOSE_OVERLOADED: Final = 1013
 # Input of a refused connection is discarded: its `hub:connect`, and little more.
 REFUSED_MESSAGE_BYTES: Final = 16 * 1024
 
-Identify = Callable[[Exchange], Identity]
+
+class HubHealth(TypedDict):
+    status: Literal["ok"]
+    service: Literal["signal-hub"]
+    version: str
+    timestamp: Count
+
+
+class HubShard(TypedDict):
+    id: str
+    url: str
+
+
+class HubShards(TypedDict):
+    epoch: Count
+    shards: list[HubShard]
 
 
 class HubRoutes:
@@ -225,27 +249,14 @@ class HubRoutes:
         self._origins = AllowedOrigins(settings)
         self._proxies = load_trusted_proxies(settings.trusted_proxies)
 
-    def handles(self, exchange: Exchange, path: bytes) -> bool:
-        if path in PATHS:
-            return True
-        return self._settings.hub_root and path in ROOT_PATHS and exchange.wants_websocket()
+    def accepts_at_root(self, exchange: Exchange) -> bool:
+        """Whether the request is a WebSocket of the hub at a path without its prefix (`hub_root`)."""
+        return self._settings.hub_root and exchange.path in ROOT_PATHS and exchange.wants_websocket()
 
-    def serve(self, exchange: Exchange, method: bytes, path: bytes, identify: Identify) -> None:
-        if path == HEALTH_PATH:
-            _check_method(method)
-            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self.health()))
-        elif path == SHARDS_PATH:
-            _check_method(method)
-            self._shards(exchange, identify)
-        elif path == MESSAGES_PATH:
-            if method != b"POST":
-                raise responses.method_not_allowed("POST, OPTIONS")
-            self._message(exchange, identify(exchange))
-        else:
-            _check_method(method)
-            self._upgrade(exchange)
+    def respond_health(self, exchange: Exchange, _: Identify) -> None:
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self.health()))
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> HubHealth:
         return {
             "status": "ok",
             "service": "signal-hub",
@@ -253,16 +264,16 @@ class HubRoutes:
             "timestamp": self._runner.now_ms(),
         }
 
-    def _shards(self, exchange: Exchange, identify: Identify) -> None:
-        authorise(identify(exchange), Action.HUB_SHARDS)
+    def shards(self, exchange: Exchange, _: Identity) -> None:
         base = responses.base_url(exchange, self._settings)
         url = "ws" + base.removeprefix("http") + WS_PATH.decode()
-        body = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
+        body: HubShards = {"epoch": 1, "shards": [{"id": "0", "url": url}]}
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
     # -- sockets ---------------------------------------------------------------------------------------
 
-    def _upgrade(self, exchange: Exchange) -> None:
+    def websocket(self, exchange: Exchange, _: Identify) -> None:
+        """Authentication is in the first message."""
         if not exchange.wants_websocket():
             raise TailraceError(
                 "upgrade_required", "this path needs a WebSocket upgrade", headers=(("Upgrade", "websocket"),)
@@ -315,10 +326,9 @@ class HubRoutes:
 
     # -- messages over HTTP----------------------------------------------------------------------------
 
-    def _message(self, exchange: Exchange, identity: Identity) -> None:
+    def message(self, exchange: Exchange, identity: Identity) -> None:
         """One message without a session, with the same checks and limits: the response is the reply."""
         self._check_open()
-        authorise(identity, Action.HUB_CONNECT)
         runner = self._runner
         limits = self._settings.limits
         if len(exchange.body) > limits.hub_message_bytes:
@@ -403,11 +413,86 @@ def _respond(exchange: Exchange, frame: bytes) -> None:
     responses.respond_error(exchange, HubError(code, str(message), details))
 
 
-def _check_method(method: bytes) -> None:
-    if method not in (b"GET", b"HEAD"):
-        raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-
-
 def _subprotocol(exchange: Exchange) -> bytes | None:
     offered = exchange.headers.get(b"sec-websocket-protocol", b"").split(b",")
     return SUBPROTOCOL if SUBPROTOCOL in [one.strip() for one in offered] else None
+
+
+# By hand: a message is decoded in steps, and its fields depend on its type.
+_ADDRESS: Final[Json] = {"type": "string", "pattern": r"^@\([A-Za-z0-9_.:~/-]+\)$", "maxLength": 256}
+_NAME: Final[Json] = {"type": "string", "minLength": 1, "maxLength": 128}
+_MILLIS: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
+_TYPES: Final = (
+    *("hub:send", "hub:publish", "hub:broadcast", "hub:discover", "hub:list_actors"),
+    *("hub:mailbox_read", "hub:mailbox_commit"),
+)
+_HUB_MESSAGE: Final = Component(
+    "HubMessage",
+    obj(
+        {"id": _NAME, "type": {"enum": list(_TYPES)}, "timestamp": _MILLIS},
+        {
+            "from": nullable(STRING),
+            "to": nullable(STRING),
+            "payload": nullable(OBJECT),
+            "pattern": {"enum": ["tell", "ask"]},
+            "correlationId": nullable(STRING),
+            "metadata": nullable(OBJECT),
+            "ttl": {"type": ["integer", "null"], "minimum": 1},
+            "signature": nullable(STRING),
+        },
+    ),
+)
+_HUB_REPLY: Final = Component(
+    "HubReply",
+    obj(
+        {
+            "id": STRING,
+            "from": _ADDRESS,
+            "to": _ADDRESS,
+            "type": STRING,
+            "payload": OBJECT,
+            "pattern": {"const": "tell"},
+            "correlationId": STRING,
+            "timestamp": COUNT,
+            "metadata": OBJECT,
+        }
+    ),
+)
+_MESSAGE_EXAMPLE: Final[Json] = {
+    "id": "0197f3c2-5a10-7c44-9b1e-0d5f6a7b8c90",
+    "type": "hub:publish",
+    "timestamp": 1767225600000,
+    "payload": {"topic": "orders/eu/created", "type": "order", "data": {"id": 1}},
+}
+ROUTES: Final = route_group(
+    "hub",
+    Route(
+        *("GET", "/hub/ws", Action.PUBLIC, HubRoutes.websocket, "connectActor"),
+        "Actors over a WebSocket",
+        {101: answer("The connection is a WebSocket now.")},
+        errors=(403, 426, 429),
+        auth=Auth.BY_HANDLER,
+    ),
+    Route(
+        *("POST", "/hub/messages", Action.HUB_CONNECT, HubRoutes.message, "sendHubMessage"),
+        "Send one message as an actor, without a session",
+        {
+            200: answer("The reply.", _HUB_REPLY),
+            202: answer("The message was accepted; there is no reply."),
+        },
+        errors=(404, 409, 410),
+        body=request(_HUB_MESSAGE, _MESSAGE_EXAMPLE, "One envelope."),
+    ),
+    Route(
+        *("GET", "/hub/health", Action.PUBLIC, HubRoutes.respond_health, "readHubHealth"),
+        "Health of the hub",
+        {200: answer("The hub is running.", HubHealth)},
+        auth=Auth.BY_HANDLER,
+    ),
+    Route(
+        *("GET", "/hub/shards", Action.HUB_SHARDS, HubRoutes.shards, "listHubShards"),
+        "The shards to connect to",
+        {200: answer("The shards that own addresses.", HubShards)},
+    ),
+    place="first",
+)

@@ -17,7 +17,6 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
-from tailrace.http.exchange import Exchange
 from tailrace.hub import decide, session_lifecycle
 from tailrace.hub.addresses import MAILBOX_PREFIX, TOPIC_PREFIX, parse_address
 from tailrace.hub.errors import HubError
@@ -150,14 +149,6 @@ class HubService:
     def end_live(self) -> None:
         """Shutdown: disconnects all clients."""
         self.runner.shut_down()
-
-    def handles(self, exchange: Exchange, path: bytes) -> bool:
-        return self.routes.handles(exchange, path)
-
-    def serve(
-        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
-        self.routes.serve(exchange, method, path, identify)
 
     def _connect(self, telemetry: ServerMetrics) -> None:
         """Connects metrics to the counters they are read from."""

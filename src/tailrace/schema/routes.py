@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Final, cast
 
 import msgspec
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
@@ -17,7 +18,9 @@ from tailrace.log.model import Stream
 from tailrace.log.transaction import Transaction
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import STRING, Json, answer, query, request
 from tailrace.routing.request_headers import check_content_encoding
+from tailrace.routing.table import Route, route_group
 from tailrace.schema.adoption import (
     AdoptionResponse,
     Adoptions,
@@ -26,6 +29,13 @@ from tailrace.schema.adoption import (
     wants_adoption,
 )
 from tailrace.schema.append_validation import PROFILE_DOCUMENT
+from tailrace.schema.openapi import (
+    PROFILE_RESOURCE,
+    PROFILE_UPDATE,
+    REGISTRY,
+    REGISTRY_EXAMPLE,
+    SCHEMA_UPDATE,
+)
 from tailrace.schema.profiles.profile import (
     GENERIC,
     Profile,
@@ -41,8 +51,6 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import RegistryUpdate, decide_update, is_first_schema, prepare_update
 from tailrace.schema.search_config import SearchConfig
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
-
-METHODS = "GET, HEAD, POST, OPTIONS"
 
 SearchConfigCheck = Callable[[SearchConfig], None]  # raises TailraceError for an invalid query in it
 
@@ -68,18 +76,14 @@ class SchemaRoutes:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method == b"POST":
-            authorise(identity, Action.CONFIGURE_STREAM, stream=name)
-            check_content_encoding(exchange)
-            self._log.existing(name)
-            self._post(exchange, name, parse_json_body(exchange.body), adopts=wants_adoption(exchange))
-        elif method in (b"GET", b"HEAD"):
-            authorise(identity, Action.QUERY_STREAM, stream=name)
-            stream = self._log.readable(name)
-            _respond_registry(exchange, registry_document(stream, stream.visible_documents))
-        else:
-            raise responses.method_not_allowed(METHODS)
+    def show(self, exchange: Exchange, _: Identity, name: str) -> None:
+        stream = self._log.readable(name)
+        _respond_registry(exchange, registry_document(stream, stream.visible_documents))
+
+    def update(self, exchange: Exchange, _: Identity, name: str) -> None:
+        check_content_encoding(exchange)
+        self._log.existing(name)
+        self._post(exchange, name, parse_json_body(exchange.body), adopts=wants_adoption(exchange))
 
     def _post(self, exchange: Exchange, name: str, body: object, *, adopts: bool) -> None:
         self._tasks.start(self._update(AdoptionResponse(exchange), name, body, adopts=adopts))
@@ -186,23 +190,19 @@ class ProfileRoutes:
         self._tasks = TaskSet()
         self._on_changed = on_changed
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method == b"POST":
-            authorise(identity, Action.CONFIGURE_STREAM, stream=name)
-            stream = self._log.existing(name)
-            new, response = parse_profile_update(parse_json_body(exchange.body)), AdoptionResponse(exchange)
-            current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
-            if wants_adoption(exchange) and stream.tail and needs_entry_check(new, current):
-                profile_changes(stream, new, adopted=True)  # reject what can be rejected before the check
-                self._tasks.start(self._adopt(response, stream, new))
-            else:
-                self._install(response, stream, new)
-        elif method in (b"GET", b"HEAD"):
-            authorise(identity, Action.QUERY_STREAM, stream=name)
-            document = _profile_document(self._log.readable(name))
-            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
+    def show(self, exchange: Exchange, _: Identity, name: str) -> None:
+        document = _profile_document(self._log.readable(name))
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, document)
+
+    def install(self, exchange: Exchange, _: Identity, name: str) -> None:
+        stream = self._log.existing(name)
+        new, response = parse_profile_update(parse_json_body(exchange.body)), AdoptionResponse(exchange)
+        current = read_profile((stream.documents or {}).get(PROFILE_DOCUMENT))
+        if wants_adoption(exchange) and stream.tail and needs_entry_check(new, current):
+            profile_changes(stream, new, adopted=True)  # reject what can be rejected before the check
+            self._tasks.start(self._adopt(response, stream, new))
         else:
-            raise responses.method_not_allowed(METHODS)
+            self._install(response, stream, new)
 
     async def _adopt(self, response: AdoptionResponse, stream: Stream, new: Profile) -> None:
         before = registry_document(stream, stream.documents)
@@ -270,3 +270,62 @@ def _touch_document(new: Profile, current: bytes | None) -> bytes | None:
 
 def _profile_document(stream: Stream) -> bytes:
     return (stream.visible_documents or {}).get(PROFILE_DOCUMENT) or profile_document(GENERIC)
+
+
+_REGISTRY_SHOWN: Final = answer("The registry.", REGISTRY)
+_PROFILE_SHOWN: Final = answer("The profile.", PROFILE_RESOURCE)
+_ADOPT: Final = query(
+    "adopt",
+    "If the stream has entries and the update has its first schema or a profile: check every entry, "
+    "and install it from the first entry on. If an entry is invalid, the error names it and nothing changes.",
+    {"enum": ["true", "false"]},
+)
+
+
+def _with_progress(shown: Json) -> Json:
+    """A response that may be streamed line by line while entries are checked."""
+    lines = "Lines of JSON: `checked` and `total` during the check, then `result` or `error`."
+    content = cast("Json", shown["content"])
+    return {
+        **shown,
+        "content": {**content, "application/x-ndjson": {"schema": {**STRING, "description": lines}}},
+    }
+
+
+ROUTES: Final = route_group(
+    "registry",
+    Route(
+        *("GET", "/v1/stream/{name}/_schema", Action.QUERY_STREAM, SchemaRoutes.show, "readSchema"),
+        "Show the registry",
+        {200: _REGISTRY_SHOWN},
+        errors=(404, 410),
+    ),
+    Route(
+        *("POST", "/v1/stream/{name}/_schema", Action.CONFIGURE_STREAM, SchemaRoutes.update, "updateSchema"),
+        "Add a schema version, set the routing key or the search configuration",
+        {200: _with_progress(_REGISTRY_SHOWN)},
+        errors=(404, 405, 409, 410, 507),
+        parameters=[_ADOPT],
+        body=request(SCHEMA_UPDATE, REGISTRY_EXAMPLE, "The changes; absent fields are left as they are."),
+    ),
+    Route(
+        *("GET", "/v1/stream/{name}/_profile", Action.QUERY_STREAM, ProfileRoutes.show, "readProfile"),
+        "Show the profile",
+        {200: _PROFILE_SHOWN},
+        errors=(404, 410),
+    ),
+    Route(
+        *("POST", "/v1/stream/{name}/_profile", Action.CONFIGURE_STREAM, ProfileRoutes.install),
+        "installProfile",
+        "Install a profile, or change its configuration",
+        {200: _with_progress(_PROFILE_SHOWN)},
+        errors=(404, 405, 409, 410, 507),
+        parameters=[_ADOPT],
+        body=request(
+            PROFILE_UPDATE,
+            {"profile": {"kind": "state-protocol", "touch": {"enabled": True}}},
+            "The profile.",
+        ),
+    ),
+    place="owner",
+)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import inf
+from typing import Final
 from urllib.parse import parse_qsl
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.tasks import TaskSet
@@ -26,6 +27,8 @@ from tailrace.log.segment_catalogue import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import ERROR, Json, answer, query, request
+from tailrace.routing.table import Route, route_group
 from tailrace.schema.json_values import invalid_request
 from tailrace.schema.registry import read_registry
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
@@ -33,6 +36,13 @@ from tailrace.search.aggregates.groups import aggregate_timeout
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.chunk_process import ChunkProcess
 from tailrace.search.language import add_context_fields
+from tailrace.search.openapi import (
+    AGGREGATE,
+    AGGREGATE_REQUEST,
+    SEARCH_REQUEST,
+    SEARCH_RESULT,
+    search_headers,
+)
 from tailrace.search.records import RecordView
 from tailrace.search.requests import (
     AggregateRequest,
@@ -94,7 +104,6 @@ class ConcurrencyLimiter:
 
 logger = logging.getLogger("tailrace.api")
 
-SEARCH_METHODS = "GET, HEAD, POST, OPTIONS"
 EARLY_SEAL_INTERVAL_S = 60.0  # minimum time between two early seals of a stream
 INDEXING_THREADS = 2
 
@@ -203,16 +212,15 @@ class SearchRoutes:
         unfolded = tuple(self._log.streams.uncheckpointed.get(number, ()))
         return read_segments(self._log.store, number, 0, unfolded)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method not in (b"GET", b"HEAD", b"POST"):
-            raise responses.method_not_allowed(SEARCH_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def search_by_query(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._log.readable(name)
-        parameters = (
-            parse_search_body(_parse_json(exchange.body))
-            if method == b"POST"
-            else parse_query_string(exchange.query)
-        )
+        self._serve(exchange, stream, parse_query_string(exchange.query))
+
+    def search_by_body(self, exchange: Exchange, _: Identity, name: str) -> None:
+        stream = self._log.readable(name)
+        self._serve(exchange, stream, parse_search_body(_parse_json(exchange.body)))
+
+    def _serve(self, exchange: Exchange, stream: Stream, parameters: SearchParameters) -> None:
         documents = stream.visible_documents
         document = None if documents is None else documents.get(SCHEMA_DOCUMENT)
         view = None if document is None else searchable_view(document)
@@ -315,9 +323,6 @@ def _parse_after(text: str) -> object:
         raise invalid_request("search_after must be a JSON array") from None
 
 
-AGGREGATE_METHODS = "POST, OPTIONS"
-
-
 class AggregateRoutes:
     """POST `_aggregate`. Aggregates share the queue and the threads of searches."""
 
@@ -328,10 +333,7 @@ class AggregateRoutes:
         self._aggregator = Aggregator(search.searcher)
         self._tasks = TaskSet()
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method != b"POST":
-            raise responses.method_not_allowed(AGGREGATE_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def aggregate(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._log.readable(name)
         try:
             body: object = orjson.loads(exchange.body)
@@ -371,3 +373,62 @@ class AggregateRoutes:
             return await self._aggregator.aggregate(stream, view, request, deadline)
         finally:
             self._gate.release()
+
+
+_PARAMETERS: Final = (
+    query(
+        "q", "The query.", {"type": "string", "maxLength": 16384}, required=True, example="service:checkout"
+    ),
+    query("size", "Hits on a page.", {"type": "integer", "minimum": 1, "maximum": 500, "default": 50}),
+    query("sort", "Comma-separated `field:asc` or `field:desc`; `offset` and `_score` too."),
+    query("search_after", "`next_search_after` of the previous page, as JSON."),
+    query("timeout_ms", "Timeout of the search.", {"type": "number", "minimum": 0}),
+)
+_SEARCHED: Final[dict[int, Json]] = {
+    200: answer("Hits, totals and coverage.", SEARCH_RESULT, search_headers()),
+    408: answer(
+        "The partial result of a search that timed out (`timed_out`), or `request_timeout`.",
+        {"anyOf": [SEARCH_RESULT, ERROR]},
+    ),
+}
+_SEARCH: Final = "/v1/stream/{name}/_search"
+_AGGREGATE: Final = "/v1/stream/{name}/_aggregate"
+ROUTES: Final = route_group(
+    "search",
+    Route(
+        *("GET", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_query, "searchByQuery"),
+        "Search the records of a stream",
+        _SEARCHED,
+        errors=(404, 410),
+        parameters=_PARAMETERS,
+    ),
+    Route(
+        *("POST", _SEARCH, Action.QUERY_STREAM, SearchRoutes.search_by_body, "search"),
+        "Search the records of a stream",
+        _SEARCHED,
+        errors=(404, 410),
+        body=request(
+            SEARCH_REQUEST,
+            {"q": "service:checkout status:>=500", "sort": ["status:desc"], "size": 20},
+            "The search.",
+        ),
+    ),
+    Route(
+        *("POST", _AGGREGATE, Action.QUERY_STREAM, AggregateRoutes.aggregate, "aggregate"),
+        "Aggregate a rollup over time intervals",
+        {200: answer("Buckets with their groups and measures.", AGGREGATE)},
+        errors=(404, 410),
+        body=request(
+            AGGREGATE_REQUEST,
+            {
+                "rollup": "requests",
+                "from": "2026-01-01T00:00:00Z",
+                "to": "2026-01-02T00:00:00Z",
+                "interval": "1h",
+                "group_by": ["service"],
+            },
+            "The aggregate.",
+        ),
+    ),
+    place="owner",
+)

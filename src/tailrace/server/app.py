@@ -1,8 +1,8 @@
 """The application behind the listener: routing, authentication, and the recheck of open connections when
 credentials change.
 
-Routes are matched in this order: `/v1/stream/__ds` (subscriptions), sub-resources of a stream, the stream
-itself, routes of the server. Paths of streams seen before are cached and skip all matching.
+Requests are dispatched by the routing table, except for those of streams themselves: their paths are cached
+when they were seen before, and skip all matching.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tailrace.routing import responses
 from tailrace.routing.client_address import ClientResolver, load_trusted_proxies
 from tailrace.routing.context import Context
 from tailrace.routing.responses import add_phase, method_not_allowed
+from tailrace.routing.table import CONTROL_PREFIX, STREAM_PREFIX, RoutingTable, is_stream_path, split_key
 from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator
 from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
@@ -38,29 +39,21 @@ from tailrace.server.health import HealthRoutes
 from tailrace.server.identity_routes import IdentityRoutes
 from tailrace.server.listing_routes import ListingRoutes, RoutingKeyRoutes
 from tailrace.server.live import LiveReaders
-from tailrace.server.openapi import document as description
-from tailrace.server.otlp_routes import TRACES_PATH, OtlpRoutes
-from tailrace.server.pipeline_routes import PIPELINE_PREFIX, PipelineRoutes
+from tailrace.server.openapi import OpenApiRoutes
+from tailrace.server.otlp_routes import OtlpRoutes
 from tailrace.server.rate_limits import IdentityRateLimiter
 from tailrace.server.read_routes import ReadRoutes
-from tailrace.server.server_details import SEAL_PATH, ServerRoutes
-from tailrace.server.server_details import SERVER_DETAILS_PATHS as SERVER_PATHS
+from tailrace.server.routes import ROUTES
 from tailrace.server.stream_details import DetailsRoutes
-from tailrace.server.stream_routes import StreamRoutes, queue_request, read_only_error
+from tailrace.server.stream_routes import StreamRoutes, queue_request
 from tailrace.server.touch_routes import TouchRoutes
 from tailrace.watch.service import WatchService
 
 logger = logging.getLogger("tailrace.api")
 
-STREAM_PREFIX = b"/v1/stream/"
-CONTROL_PREFIX = b"/v1/stream/__ds"
-STREAM_METHODS = "GET, POST, PUT, DELETE, HEAD, OPTIONS"
 BODY_METHODS = frozenset((b"POST", b"PUT", b"PATCH", b"DELETE"))
 NAMES_CACHED = 65_536
 PATH_BYTES_CACHED = 256
-
-ControlHandler = Callable[[Exchange, bytes, Callable[[Exchange], Identity]], None]
-ResourceHandler = Callable[[Exchange, Identity, bytes, str], None]  # with the method and the stream's name
 
 
 class TailraceApp:
@@ -81,7 +74,7 @@ class TailraceApp:
         self.reads = ReadRoutes(context, self.live)
         self.filtered = self.reads.filtered
         self.guard = AppendValidator(self.live.contracts, context.clock, context.limits)
-        self._streams = StreamRoutes(context, self.guard)
+        streams = self._streams = StreamRoutes(context, self.guard)
         self.adoptions = Adoptions(context, self.guard.candidates)
         self.schema = SchemaRoutes(
             context, check_rollup_includes, self.live.discard_encoded_step, self.adoptions
@@ -89,30 +82,23 @@ class TailraceApp:
         self.touch = TouchRoutes(context)
         self.profile = ProfileRoutes(context, self._profile_changed, self.adoptions)
         self.otlp = OtlpRoutes(context, self.guard)
-        self._listing = ListingRoutes(context)
         self.health = HealthRoutes(context)
-        self.control: ControlHandler | None = None
         self.details = DetailsRoutes(context, self.live)
         self.routing_keys = RoutingKeyRoutes(context)
         self.search = SearchRoutes(context)
-        # Sub-resources of a stream by the last segment of the path.
-        self.resources: dict[str, ResourceHandler] = {
-            "_aggregate": AggregateRoutes(context, self.search).serve,
-            "_details": self.details.details,
-            "_index_status": self.details.index_status,
-            "_schema": self.schema.serve,
-            "_search": self.search.serve,
-            "_profile": self.profile.serve,
-            "_routing_keys": self.routing_keys.routing_keys,
-        }
-        self.seal: Callable[[Exchange, Identity], None] | None = None
-        self.server: ServerRoutes | None = None
+        # `Server` binds the routes of its other parts.
+        self.table = RoutingTable(ROUTES)
+        self.table.bind(
+            *(streams, self.reads, ListingRoutes(context), self.routing_keys, self.details, self.touch),
+            *(self.schema, self.profile, self.otlp, self.search, AggregateRoutes(context, self.search)),
+            *(self.health, self.identities, OpenApiRoutes(ROUTES)),
+        )
         self.watch: WatchService | None = None
         self.hub: HubService | None = None
-        self.pipeline: PipelineRoutes | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
-        self._append = self._streams.append
+        self._append = streams.append
+        self._stream_handlers = self.table.stream.handlers
         self._timing = settings.server_timing
         total = "total" if self._timing else None
         self.common_headers = CommonHeaders(settings.resource_policy, AllowedOrigins(settings), total)
@@ -134,14 +120,18 @@ class TailraceApp:
         if method == b"OPTIONS":
             exchange.respond(204, http_headers.preflight_lines())
             return
-        if path.startswith(STREAM_PREFIX):
-            if path.startswith(CONTROL_PREFIX) and path[len(CONTROL_PREFIX) :][:1] in (b"", b"/"):
-                # Wake responses carry tokens of their own, so each route here identifies its client.
-                self._control(exchange, path[len(CONTROL_PREFIX) :])
-            else:
-                self._stream(exchange, self.identify(exchange), method, path[len(STREAM_PREFIX) :])
+        if is_stream_path(path):
+            self._stream(exchange, self.identify(exchange), method, path[len(STREAM_PREFIX) :])
             return
-        self._server_route(exchange, method, path)
+        self._check_body(exchange)
+        if self.hub is not None and self.hub.routes.accepts_at_root(exchange):
+            self.hub.routes.websocket(exchange, self.identify)
+            return
+        try:
+            self.table.serve(exchange, self.identify)
+        except LogBackpressureError as shortage:
+            handle = partial(self.table.serve, identify=self._identify_again)
+            queue_request(self._context.log, exchange, handle, shortage)
 
     def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
         name = self._names.get(exchange.path)
@@ -234,30 +224,22 @@ class TailraceApp:
             message = f"the body has {len(exchange.body)} bytes, the limit is {limit}"
             raise TailraceError("payload_too_large", message, limit_bytes=limit)
 
-    def _control(self, exchange: Exchange, rest: bytes) -> None:
-        self._check_body(exchange)
-        if self.control is None:
-            raise TailraceError("not_found", "subscriptions are not available")
-        self.control(exchange, rest, self.identify)
-
     def _stream(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
         decoded = stream_names.decode_name(raw)
         if method == b"PUT":
             self._streams.create(exchange, identity, decoded)
             return
-        name, slash, key = raw.rpartition(b"/pk/")
-        if slash and b"/" not in key:
-            self._read_key(
-                exchange, identity, method, stream_names.decode_name(name), stream_names.decode_name(key)
-            )
+        keyed = split_key(raw)
+        if keyed is not None:
+            self._read_key(exchange, identity, *keyed)
             return
         if decoded is None or not stream_names.is_valid_name(decoded, self._context.limits.name_bytes):
             raise TailraceError("not_found", "invalid stream name")
         if stream_names.is_sub_resource_name(decoded):
             try:
-                self._sub_resource(exchange, identity, method, decoded)
+                self._sub_resource(exchange, identity, decoded)
             except LogBackpressureError as shortage:
-                handle = partial(self._sub_resource, identity=identity, method=method, path=decoded)
+                handle = partial(self._sub_resource, identity=identity, path=decoded)
                 queue_request(self._context.log, exchange, handle, shortage)
             return
         if len(exchange.path) <= PATH_BYTES_CACHED and not stream_names.is_system_name(decoded):
@@ -266,93 +248,26 @@ class TailraceApp:
             self._names[exchange.path] = decoded
         self._stream_method(exchange, identity, method, decoded)
 
-    def _sub_resource(self, exchange: Exchange, identity: Identity, method: bytes, path: str) -> None:
+    def _sub_resource(self, exchange: Exchange, identity: Identity, path: str) -> None:
         self._check_body(exchange)
-        name, slash, route = path.rpartition("/touch/")
-        if slash and name:
-            self.touch.serve(exchange, identity, method, name, route)
-            return
-        name, slash, route = path.rpartition("/_otlp/")
-        if slash and name:
-            self.otlp.serve(exchange, identity, method, name, route)
-            return
-        name, _, resource = path.rpartition("/")
-        serve = self.resources.get(resource) if name else None
-        if serve is None:
+        found = self.table.find_sub_resource(path)
+        if found is None:
             raise TailraceError("not_found", "resource not found")
-        serve(exchange, identity, method, name)
+        resource, name = found
+        self.table.serve_resource(exchange, resource, (name,), self._identify_again, identity)
 
     def _stream_method(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method == b"POST":
-            self._streams.append(exchange, identity, name)
-        elif method == b"GET":
-            self.reads.read(exchange, identity, name)
-        elif method == b"HEAD":
-            self._streams.head(exchange, identity, name)
-        elif method == b"PUT":
-            self._streams.create(exchange, identity, name)
-        elif method == b"DELETE":
-            if stream_names.is_system_name(name):
-                raise read_only_error()
-            self._streams.delete(exchange, identity, name)
-        else:
-            raise method_not_allowed(STREAM_METHODS)
+        handler = self._stream_handlers.get(method)
+        if handler is None:
+            raise method_not_allowed(self.table.stream.allow)
+        handler(exchange, identity, name)
 
-    def _read_key(
-        self, exchange: Exchange, identity: Identity, method: bytes, name: str | None, key: str | None
-    ) -> None:
-        """`/pk/{key}`: the key is one segment of the raw path and may contain an encoded slash."""
-        if method not in (b"GET", b"HEAD"):
-            raise method_not_allowed("GET, HEAD, OPTIONS")
+    def _read_key(self, exchange: Exchange, identity: Identity, raw_name: bytes, raw_key: bytes) -> None:
+        handler = self.table.key.handler(exchange.method)
+        name, key = stream_names.decode_name(raw_name), stream_names.decode_name(raw_key)
         if name is None or not key or not stream_names.is_valid_name(name, self._context.limits.name_bytes):
             raise TailraceError("not_found", "invalid stream name or empty key")
-        self.reads.read(exchange, identity, name, key)
-
-    def _server_route(self, exchange: Exchange, method: bytes, path: bytes) -> None:
-        self._check_body(exchange)
-        try:
-            self._serve_server_route(exchange, method, path, self.identify)
-        except LogBackpressureError as shortage:
-            handle = partial(
-                self._serve_server_route, method=method, path=path, identify=self._identify_again
-            )
-            queue_request(self._context.log, exchange, handle, shortage)
-
-    def _serve_server_route(
-        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
-        if path == b"/v1/streams":
-            if method not in (b"GET", b"HEAD"):
-                raise method_not_allowed("GET, HEAD, OPTIONS")
-            self._listing.list(exchange, identify(exchange))
-        elif self.health.handles(path):
-            if method not in (b"GET", b"HEAD"):
-                raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.health.respond(exchange, path, identify)
-        elif path == description.OPENAPI_PATH:
-            if method not in (b"GET", b"HEAD"):
-                raise method_not_allowed("GET, HEAD, OPTIONS")
-            description.serve_openapi(exchange)
-        elif self.identities.handles(path):
-            self.identities.serve(exchange, method, path, identify)
-        elif path in SERVER_PATHS and self.server is not None:
-            if method not in (b"GET", b"HEAD"):
-                raise method_not_allowed("GET, HEAD, OPTIONS")
-            self.server.respond(exchange, identify(exchange), path)
-        elif path.startswith(PIPELINE_PREFIX) and self.pipeline is not None:
-            self.pipeline.respond(exchange, identify(exchange), method, path)
-        elif path == TRACES_PATH:
-            self.otlp.traces(exchange, identify(exchange), method)
-        elif self.watch is not None and self.watch.handles(path):
-            self.watch.serve(exchange, method, path, identify)
-        elif self.hub is not None and self.hub.handles(exchange, path):
-            self.hub.serve(exchange, method, path, identify)
-        elif path == SEAL_PATH and self.seal is not None:
-            if method != b"POST":
-                raise method_not_allowed("POST, OPTIONS")
-            self.seal(exchange, identify(exchange))
-        else:
-            raise TailraceError("not_found", "path not found")
+        handler(exchange, identity, name, key)
 
 
 auth_logger = logging.getLogger("tailrace.auth")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.routing import responses
 from tailrace.routing.context import Context
-
-HEALTH_PATHS = frozenset({b"/healthz", b"/health"})
+from tailrace.routing.openapi import STRING, Component, answer, headers, obj
+from tailrace.routing.table import Auth, Identify, Route, route_group
 
 
 class HealthRoutes:
@@ -22,27 +24,16 @@ class HealthRoutes:
         self._context = context
         self.stopping = False
         self.object_store: Callable[[], str] | None = None  # returns "ok" or an error
-        self.more: Callable[[], dict[str, object]] | None = None  # further fields of the health response
+        self.more: Callable[[], Mapping[str, object]] | None = None  # further fields of the health response
 
-    def handles(self, path: bytes) -> bool:
-        return path in HEALTH_PATHS or path in (b"/readyz", b"/metrics")
+    def health(self, exchange: Exchange, _: object = None) -> None:
+        more: Mapping[str, object] = {} if self.more is None else self.more()
+        self._json(exchange, 200, {"status": "ok", **more})
 
-    def respond(self, exchange: Exchange, path: bytes, identify: Callable[[Exchange], Identity]) -> None:
-        if path == b"/metrics":
-            authorise(identify(exchange), Action.INSPECT_SERVER)
-            self.metrics(exchange)
-        else:
-            self.respond_public(exchange, path, in_detail=self._may_inspect(exchange, identify))
+    def ready(self, exchange: Exchange, identify: Identify) -> None:
+        self.respond_ready(exchange, in_detail=self._may_inspect(exchange, identify))
 
-    def respond_public(self, exchange: Exchange, path: bytes, *, in_detail: bool = False) -> None:
-        """Health or readiness."""
-        if path in HEALTH_PATHS:
-            more = {} if self.more is None else self.more()
-            self._json(exchange, 200, {"status": "ok", **more})
-        else:
-            self._ready(exchange, in_detail)
-
-    def metrics(self, exchange: Exchange) -> None:
+    def metrics(self, exchange: Exchange, _: object = None) -> None:
         head = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" + responses.NO_STORE
         exchange.respond(200, head, self._context.telemetry.render())
 
@@ -54,7 +45,7 @@ class HealthRoutes:
         refusal = log.refusal or log.shortage
         return None if refusal is None else refusal.message
 
-    def _ready(self, exchange: Exchange, in_detail: bool) -> None:
+    def respond_ready(self, exchange: Exchange, *, in_detail: bool) -> None:
         reason = self.unready_reason
         details: dict[str, object] = {}
         if self.object_store is not None:
@@ -72,7 +63,7 @@ class HealthRoutes:
     def _json(self, exchange: Exchange, status: int, body: Mapping[str, object], head: bytes = b"") -> None:
         exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE + head, orjson.dumps(body))
 
-    def _may_inspect(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> bool:
+    def _may_inspect(self, exchange: Exchange, identify: Identify) -> bool:
         """Whether the response may have details; no error without a valid token."""
         if self._context.settings.auth_configured and b"authorization" not in exchange.headers:
             return False
@@ -89,25 +80,78 @@ class MetricsApp:
     fixed_headers: bytes | None = b"X-Content-Type-Options: nosniff\r\n"
 
     def __init__(self, health: HealthRoutes) -> None:
-        self._health = health
+        self._handlers: dict[bytes, Callable[[Exchange], None]] = {
+            b"/healthz": health.health,
+            b"/health": health.health,
+            b"/readyz": partial(health.respond_ready, in_detail=False),
+            b"/metrics": health.metrics,
+        }
 
     def handler_for(self, exchange: Exchange) -> Callable[[Exchange], None]:
         return self.handle
 
     def handle(self, exchange: Exchange) -> None:
-        if not self._health.handles(exchange.path):
+        respond = self._handlers.get(exchange.path)
+        if respond is None:
             raise TailraceError("not_found", "this port serves /metrics, /healthz and /readyz")
         if exchange.method not in (b"GET", b"HEAD"):
             raise TailraceError(
                 "method_not_allowed", "the method must be GET or HEAD", headers=(("Allow", "GET, HEAD"),)
             )
-        if exchange.path == b"/metrics":
-            self._health.metrics(exchange)
-        else:
-            self._health.respond_public(exchange, exchange.path)
+        respond(exchange)
 
     def refuse(self, exchange: Exchange | None, error: TailraceError) -> tuple[int, bytes, bytes]:
         return responses.error_response(error)
 
     def common_headers(self, exchange: Exchange | None) -> bytes:
         return self.fixed_headers or b""
+
+
+_HEALTH: Final = Component("Health", obj({"status": {"const": "ok"}}))
+_READINESS: Final = Component(
+    "Readiness",
+    obj(
+        {"status": {"enum": ["ready", "degraded", "stopping"]}},
+        {"deployment": STRING, "reason": STRING, "object_store": STRING},
+    ),
+)
+
+
+def _health_route(path: str, operation: str) -> Route:
+    return Route(
+        *("GET", path, Action.PUBLIC, HealthRoutes.health, operation),
+        "Whether the process is running",
+        {200: answer("It is running.", _HEALTH)},
+        auth=Auth.BY_HANDLER,
+    )
+
+
+ROUTES: Final = (
+    *route_group(
+        "server",
+        _health_route("/healthz", "readHealth"),
+        _health_route("/health", "readHealthAlias"),
+    ),
+    *route_group(
+        "server",
+        Route(
+            *("GET", "/readyz", Action.PUBLIC, HealthRoutes.ready, "readReadiness"),
+            "Whether appends and reads are served",
+            {
+                200: answer(
+                    "Ready.",
+                    _READINESS,
+                    example={"status": "ready", "deployment": "d1", "object_store": "ok"},
+                ),
+                503: answer("Not ready; `reason` says why.", _READINESS, headers("Retry-After")),
+            },
+            auth=Auth.BY_HANDLER,
+        ),
+        Route(
+            *("GET", "/metrics", Action.INSPECT_SERVER, HealthRoutes.metrics, "readMetrics"),
+            "Metrics",
+            {200: {"description": "Prometheus text.", "content": {"text/plain": {"schema": STRING}}}},
+        ),
+        place="all",
+    ),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, TypeVar
 
 import msgspec
 import orjson
@@ -17,23 +17,20 @@ from tailrace.auth import (
     IdentityRecords,
     RevokedHashes,
     TokenVerifier,
-    authorise,
     create_api_key,
 )
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import Count, answer, headers, params, request
+from tailrace.routing.table import Route, route_group
 
 logger = logging.getLogger("tailrace.auth")
 
-KEYS_PATH: Final = b"/v1/server/_keys"
-REVOCATIONS_PATH: Final = b"/v1/server/_revocations"
-REVOKED_PATH: Final = b"/v1/server/_revoked"
 LISTED_MAX: Final = 1000  # the newest revocations
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -42,14 +39,18 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 
+Scopes = Annotated[list[Literal["read", "write", "manage"]], msgspec.Meta(min_length=1)]
+Names = Annotated[list[Text], msgspec.Meta(max_length=100)]
+
+
 class NewApiKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The properties of a new key; the server chooses its id and secret."""
 
     sub: Text
-    scopes: list[str]
-    streams: list[str] | None = None
-    databases: list[str] | None = None
-    actor_id: str | None = None
+    scopes: Scopes
+    streams: Names | None = None
+    databases: Names | None = None
+    actor_id: Text | None = None
     expires_in: Seconds | None = None
 
 
@@ -59,6 +60,57 @@ class Revoke(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jti: Text | None = None
     sub: Text | None = None
     exp: Seconds | None = None  # expiry of the token, after which the revocation can be deleted
+
+
+class ShownApiKey(TypedDict):
+    """A key without its secret."""
+
+    id: str
+    sub: str
+    scopes: Scopes
+    streams: Names | None
+    databases: Names | None
+    actorId: Text | None
+    createdAt: Count
+    expiresAt: int | None
+
+
+class ApiKeys(TypedDict):
+    keys: list[ShownApiKey]
+
+
+class CreatedApiKey(ShownApiKey):
+    """`key` is returned only here."""
+
+    key: str
+
+
+class Revocation(TypedDict):
+    at: Count
+    jti: NotRequired[str]
+    sub: NotRequired[str]
+    until: NotRequired[int | None]
+
+
+class RevocationList(TypedDict):
+    total: Count
+    revocations: list[Revocation]
+
+
+class RevokedIdentity(TypedDict):
+    jti: NotRequired[str]
+    sub: NotRequired[str]
+
+
+class RevokeResult(TypedDict):
+    revoked: RevokedIdentity
+
+
+class RevokedHashLists(TypedDict):
+    """The first 32 hex digits of the SHA-256 of each `jti`, and of each `sub` with its time."""
+
+    tokens: list[str]
+    subjects: dict[str, Count]
 
 
 class IdentityRoutes:
@@ -71,32 +123,9 @@ class IdentityRoutes:
         self.on_change: Callable[[], None] = _ignore_change
         self._marks = (0, *_encode_marks(RevokedHashes()))  # version of the records, ETag and body
 
-    def handles(self, path: bytes) -> bool:
-        return path in (KEYS_PATH, REVOCATIONS_PATH, REVOKED_PATH) or path.startswith(KEYS_PATH + b"/")
-
-    def serve(
-        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
-        if path == REVOKED_PATH:
-            self._respond_revoked(exchange, method, identify)
-            return
-        whole = path in (KEYS_PATH, REVOCATIONS_PATH)
-        if method not in ((b"GET", b"HEAD", b"POST") if whole else (b"DELETE",)):
-            raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS" if whole else "DELETE, OPTIONS")
-        identity = identify(exchange)
-        authorise(identity, Action.MANAGE_IDENTITIES)
-        if self._verifier is None:
-            raise TailraceError("conflict", "authentication is not configured, so there are no keys")
-        if not whole:
-            self._remove_key(exchange, identity, path[len(KEYS_PATH) + 1 :])
-        elif method == b"POST":
-            (self._create_key if path == KEYS_PATH else self._revoke)(exchange, identity)
-        else:
-            (self._show_keys if path == KEYS_PATH else self._show_revocations)(exchange)
-
     # -- keys ------------------------------------------------------------------------------------------
 
-    def _show_keys(self, exchange: Exchange) -> None:
+    def list_keys(self, exchange: Exchange, _: Identity) -> None:
         book = self._required_verifier.book
         self._respond_later(
             exchange,
@@ -104,7 +133,8 @@ class IdentityRoutes:
             lambda found: (200, {"keys": [key.to_public() for key in found.keys]}),
         )
 
-    def _create_key(self, exchange: Exchange, identity: Identity) -> None:
+    def create_key(self, exchange: Exchange, identity: Identity) -> None:
+        book = self._required_verifier.book
         request = _decode_body(exchange, NewApiKey)
         key, text = create_api_key(
             sub=request.sub,
@@ -115,7 +145,6 @@ class IdentityRoutes:
             lifetime_s=request.expires_in,
             clock=self._context.clock,
         )
-        book = self._required_verifier.book
 
         def build_response(_: None) -> tuple[int, Json]:
             logger.info("API key created", extra=log_fields(key=key.id, sub=key.sub, by=identity.sub))
@@ -123,8 +152,7 @@ class IdentityRoutes:
 
         self._respond_later(exchange, lambda: book.add_key(key), build_response)
 
-    def _remove_key(self, exchange: Exchange, identity: Identity, raw_id: bytes) -> None:
-        key_id = stream_names.decode_name(raw_id) or ""
+    def delete_key(self, exchange: Exchange, identity: Identity, key_id: str) -> None:
         book = self._required_verifier.book
 
         def build_response(_: None) -> tuple[int, None]:
@@ -135,7 +163,7 @@ class IdentityRoutes:
 
     # -- revocations -----------------------------------------------------------------------------------
 
-    def _show_revocations(self, exchange: Exchange) -> None:
+    def list_revocations(self, exchange: Exchange, _: Identity) -> None:
         def build_response(found: IdentityRecords) -> tuple[int, Json]:
             listed = sorted((*found.tokens, *found.subjects), key=lambda one: one.at, reverse=True)
             shown = [msgspec.to_builtins(one) for one in listed[:LISTED_MAX]]
@@ -143,13 +171,8 @@ class IdentityRoutes:
 
         self._respond_later(exchange, self._required_verifier.book.read_records, build_response)
 
-    def _respond_revoked(
-        self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
+    def list_revoked_hashes(self, exchange: Exchange, _: Identity) -> None:
         """Polled by edges every few seconds; empty without authentication."""
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-        authorise(identify(exchange), Action.FOLLOW_REVOCATIONS)
         book = None if self._verifier is None else self._verifier.book
         if book is None or book.version == self._marks[0]:
             self._respond_marks(exchange)
@@ -172,9 +195,10 @@ class IdentityRoutes:
         else:
             exchange.respond(200, responses.JSON_TYPE + head, body)
 
-    def _revoke(self, exchange: Exchange, identity: Identity) -> None:
+    def revoke(self, exchange: Exchange, identity: Identity) -> None:
+        book = self._required_verifier.book
         request = _decode_body(exchange, Revoke)
-        jti, sub, book = request.jti, request.sub, self._required_verifier.book
+        jti, sub = request.jti, request.sub
         if (jti is None) == (sub is None):
             raise TailraceError("invalid_request", "a revocation must have either jti or sub")
         if jti is not None and (jti.count(".") == 2 or jti.startswith(("trk_", "trg_"))):
@@ -199,7 +223,8 @@ class IdentityRoutes:
 
     @property
     def _required_verifier(self) -> TokenVerifier:
-        assert self._verifier is not None, "checked in `serve`"
+        if self._verifier is None:
+            raise TailraceError("conflict", "authentication is not configured, so there are no keys")
         return self._verifier
 
     def _respond_later(
@@ -249,3 +274,57 @@ def _encode_marks(marks: RevokedHashes) -> tuple[str, bytes]:
 
 def _ignore_change() -> None:
     """The default `on_change`: no connections to recheck."""
+
+
+_TAGGED: Final = headers(always=("ETag",))
+ROUTES: Final = route_group(
+    "identities",
+    Route(
+        *("GET", "/v1/server/_keys", Action.MANAGE_IDENTITIES, IdentityRoutes.list_keys, "listApiKeys"),
+        "API keys",
+        {200: answer("All keys, without their secrets.", ApiKeys)},
+        errors=(409,),
+    ),
+    Route(
+        *("POST", "/v1/server/_keys", Action.MANAGE_IDENTITIES, IdentityRoutes.create_key, "makeApiKey"),
+        "Create an API key",
+        {201: answer("The key. Store it: it cannot be read again.", CreatedApiKey)},
+        errors=(409, 507),
+        body=request(
+            NewApiKey,
+            {"sub": "ci", "scopes": ["write"], "streams": ["builds/"]},
+            "The subject and rights of the key.",
+        ),
+    ),
+    Route(
+        *("DELETE", "/v1/server/_keys/{id}", Action.MANAGE_IDENTITIES, IdentityRoutes.delete_key),
+        "revokeApiKey",
+        "Revoke an API key",
+        {204: answer("The key is revoked and its connections are closed.")},
+        errors=(404, 409),
+    ),
+    Route(
+        *("GET", "/v1/server/_revocations", Action.MANAGE_IDENTITIES, IdentityRoutes.list_revocations),
+        "listRevocations",
+        "Revocations, the newest first",
+        {200: answer("At most 1,000 revocations.", RevocationList)},
+        errors=(409,),
+    ),
+    Route(
+        *("POST", "/v1/server/_revocations", Action.MANAGE_IDENTITIES, IdentityRoutes.revoke, "revoke"),
+        "Revoke a token, or all tokens of a subject",
+        {200: answer("The tokens are revoked and their connections are closed.", RevokeResult)},
+        errors=(409, 507),
+        body=request(Revoke, {"jti": "4be1a0c29d3f7a58"}, "The token or the subject."),
+    ),
+    Route(
+        *("GET", "/v1/server/_revoked", Action.FOLLOW_REVOCATIONS, IdentityRoutes.list_revoked_hashes),
+        "followRevocations",
+        "Hashes of all revocations, for edges and other servers that check tokens",
+        {
+            200: answer("The hashes.", RevokedHashLists, _TAGGED),
+            304: answer("Not modified.", head=_TAGGED),
+        },
+        parameters=params("if-none-match"),
+    ),
+)

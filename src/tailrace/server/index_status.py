@@ -13,6 +13,18 @@ import orjson
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.model import Stream
 from tailrace.protocol.stream_names import is_system_name
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    COUNT_TEXT,
+    INSTANT,
+    STRING,
+    Component,
+    array,
+    counts,
+    nullable,
+    obj,
+)
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import SearchConfig
 from tailrace.search.index_files.index_plan import family_members
@@ -265,3 +277,71 @@ class _IndexStatusBuilder:
 
 def format_optional_instant(ns: int) -> str | None:
     return format_rfc3339(ns) if ns else None
+
+
+OBSERVABILITY: Final = Component(
+    "Observability",
+    obj(
+        {"request": obj({}, {"events_stream": STRING, "traces_stream": STRING})},
+        description="The streams with the events and traces of the same requests.",
+    ),
+)
+_LAG: Final[dict[str, Json]] = {
+    "lag_segments": COUNT,
+    "lag_ms": nullable(COUNT_TEXT),
+    "bytes_at_rest": COUNT_TEXT,
+    "object_count": COUNT,
+    "fully_indexed_uploaded_segments": BOOLEAN,
+    "updated_at": nullable(INSTANT),
+}
+_RUNS: Final[dict[str, Json]] = {
+    **_LAG,
+    **counts("indexed_segment_count", "active_run_count", "retired_run_count"),
+}
+INDEX_STATUS: Final = Component(
+    "IndexStatus",
+    obj(
+        {
+            "stream": STRING,
+            "profile": STRING,
+            "desired_index_plan_generation": COUNT,
+            "segments": obj(counts("total_count", "uploaded_count")),
+            "manifest": obj(
+                {
+                    **counts("generation", "uploaded_generation"),
+                    "last_uploaded_at": nullable(INSTANT),
+                    "last_uploaded_etag": nullable(STRING),
+                    "last_uploaded_size_bytes": nullable(STRING),
+                }
+            ),
+            "routing_key_index": obj({"configured": BOOLEAN, **_RUNS}),
+            "routing_key_lexicon": obj({"configured": BOOLEAN, **_RUNS}),
+            "exact_indexes": array(
+                obj({"name": STRING, "kind": STRING, "stale_configuration": BOOLEAN, **_RUNS})
+            ),
+            "bundled_companions": obj(
+                {
+                    "object_count": COUNT,
+                    "bytes_at_rest": COUNT_TEXT,
+                    "fully_indexed_uploaded_segments": BOOLEAN,
+                }
+            ),
+            "search_families": array(
+                obj(
+                    {
+                        "family": STRING,
+                        "fields": array(STRING),
+                        **counts("plan_generation", "covered_segment_count"),
+                        **counts("contiguous_covered_segment_count", "stale_segment_count"),
+                        **_LAG,
+                    }
+                )
+            ),
+            "last_error": nullable(STRING),
+            "quarantined": array(
+                obj({**counts("first", "last"), "code": STRING, "message": STRING, "at": nullable(INSTANT)})
+            ),
+            "tail_index": obj({**counts("rows", "bytes", "dropped_rows"), "building": BOOLEAN}),
+        }
+    ),
+)

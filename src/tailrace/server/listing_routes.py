@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated, Final, Literal, TypedDict
 
+import msgspec
 import orjson
 
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
@@ -18,9 +20,25 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    COUNT_TEXT,
+    INSTANT,
+    OFFSET,
+    STRING,
+    Component,
+    Count,
+    answer,
+    array,
+    headers,
+    nullable,
+    obj,
+    query,
+)
 from tailrace.routing.responses import next_page_header, page_limit
-from tailrace.server.index_status import observability_pair, read_documents, read_profile_kind
-from tailrace.server.stream_details import READ_METHODS
+from tailrace.routing.table import Auth, Route, route_group
+from tailrace.server.index_status import OBSERVABILITY, observability_pair, read_documents, read_profile_kind
 
 
 class ListingRoutes:
@@ -75,6 +93,29 @@ def describe_stream(stream: Stream) -> dict[str, object]:
     }
 
 
+STREAM_DESCRIPTOR: Final = Component(
+    "Stream",
+    obj(
+        {
+            "name": STRING,
+            "content_type": STRING,
+            "profile": STRING,
+            "created_at": INSTANT,
+            "expires_at": nullable(INSTANT),
+            "ttl_seconds": nullable(COUNT),
+            "closed": BOOLEAN,
+            "epoch": COUNT,
+            "next_offset": COUNT_TEXT,
+            "sealed_through": COUNT_TEXT,
+            "uploaded_through": COUNT_TEXT,
+            "end_offset": OFFSET,
+            "earliest_offset": OFFSET,
+            "total_size_bytes": COUNT_TEXT,
+        },
+        {"observability": OBSERVABILITY},
+    ),
+)
+
 LIMIT_DEFAULT, LIMIT_MAX = 100, 500
 SCAN_SHARE = 0.6  # of the request timeout; the rest is for reads in progress when the scan stops
 
@@ -85,10 +126,7 @@ class RoutingKeyRoutes:
         self.listing = KeyListing(context.log)
         self._tasks = TaskSet()
 
-    def routing_keys(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed(READ_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def routing_keys(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._context.log.readable(name)
         query = parse_query(exchange.query)
         limit = _parse_key_limit(query.get("limit"))
@@ -114,7 +152,32 @@ class RoutingKeyRoutes:
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
 
 
-def routing_keys_body(stream: Stream, page: KeyPage) -> dict[str, object]:
+class RoutingKeySource(TypedDict):
+    kind: Literal["routing_key"]
+    name: str
+
+
+class RoutingKeyCoverage(TypedDict):
+    complete: bool
+    indexed_segments: Count
+    scanned_uploaded_segments: Count
+    scanned_local_segments: Count
+    scanned_wal_rows: Count
+    possible_missing_uploaded_segments: Count
+    possible_missing_local_segments: Count
+
+
+class RoutingKeys(TypedDict):
+    stream: str
+    source: RoutingKeySource
+    took_ms: Count
+    coverage: RoutingKeyCoverage
+    timing: dict[str, Annotated[float, msgspec.Meta(ge=0)]]
+    keys: list[str]
+    next_after: str | None
+
+
+def routing_keys_body(stream: Stream, page: KeyPage) -> RoutingKeys:
     keys = [key.decode("utf-8", "replace") for key in page.keys]
     lexicon = page.lexicon_times
     return {
@@ -156,3 +219,50 @@ def _parse_key_limit(text: str | None) -> int:
     if not 1 <= limit <= LIMIT_MAX:
         raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
     return limit
+
+
+ROUTES: Final = (
+    *route_group(
+        "streams",
+        Route(
+            *("GET", "/v1/streams", Action.LIST, ListingRoutes.list, "listStreams"),
+            "List streams in byte order of their names",
+            {200: answer("A page of descriptors.", array(STREAM_DESCRIPTOR), headers("Link"))},
+            parameters=[
+                query("prefix", "Only names with this prefix.", example="orders/"),
+                query("after", "Only names after this one."),
+                query(
+                    "limit",
+                    "Descriptors on a page.",
+                    {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},
+                ),
+                query(
+                    "system",
+                    "`true` includes system streams; requires `manage`.",
+                    {"enum": ["true", "1", "false"]},
+                ),
+            ],
+            auth=Auth.IDENTIFIED,
+        ),
+        place="all",
+    ),
+    *route_group(
+        "inspection",
+        Route(
+            *("GET", "/v1/stream/{name}/_routing_keys", Action.QUERY_STREAM, RoutingKeyRoutes.routing_keys),
+            "listRoutingKeys",
+            "List the distinct routing keys in order",
+            {200: answer("A page of keys.", RoutingKeys)},
+            errors=(404, 410),
+            parameters=[
+                query(
+                    "limit",
+                    "Keys on a page.",
+                    {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX, "default": LIMIT_DEFAULT},
+                ),
+                query("after", "Only keys after this one."),
+            ],
+        ),
+        place="owner",
+    ),
+)

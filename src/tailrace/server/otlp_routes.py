@@ -24,6 +24,8 @@ from tailrace.protocol.http_headers import header_line, media_type
 from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.routing import request_headers, responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import OBJECT, STRING, Component, Json, array, headers, obj
+from tailrace.routing.table import Auth, Handler, Route, route_group
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
 from tailrace.schema.json_values import encode_json_record
 from tailrace.schema.profiles.otlp_export import (
@@ -48,7 +50,6 @@ from tailrace.schema.routes import registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 
 TRACES_PATH: Final = b"/v1/traces"
-TRACES_ROUTE: Final = "v1/traces"
 DECODES_MAX: Final = 2  # exports decoded at once; each takes a multiple of its size in memory
 WAITING_MAX: Final = 32
 # Limits of one append, so that other appends are not delayed by a large export.
@@ -114,19 +115,11 @@ class OtlpRoutes:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
-        """POST `{name}/_otlp/v1/traces`."""
-        if route != TRACES_ROUTE:
-            raise TailraceError("not_found", "resource not found")
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        authorise(identity, Action.INGEST_TRACES, stream=name)
+    def export_to_stream(self, exchange: Exchange, _: Identity, name: str) -> None:
         self._begin(exchange, self._log.existing(name))
 
-    def traces(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
+    def export(self, exchange: Exchange, identity: Identity) -> None:
         """POST `/v1/traces`: the configured stream, which is created with `otlp_auto_create`."""
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
         name = self._context.settings.otlp_traces_stream
         authorise(identity, Action.INGEST_TRACES, stream=name or None)
         if not name:
@@ -316,3 +309,97 @@ def gunzip_bounded(body: bytes, limits: OtlpLimits) -> bytes:
     except zlib.error:
         raise TailraceError("invalid_request", "OTLP body is not valid gzip") from None
     return b"".join(pieces)
+
+
+_BYTES: Final[Json] = {"type": "string", "format": "binary"}
+_ATTRIBUTES: Final[Json] = array(obj({}, {"key": STRING, "value": OBJECT}))
+_EXPORT: Final = Component(
+    "TraceExport",
+    obj(
+        {},
+        {
+            "resourceSpans": array(
+                obj(
+                    {},
+                    {
+                        "resource": obj({}, {"attributes": _ATTRIBUTES}),
+                        "scopeSpans": array(obj({}, {"spans": array(OBJECT)}), maxItems=4096),
+                    },
+                ),
+                maxItems=1024,
+            )
+        },
+        description="`ExportTraceServiceRequest` of OTLP as JSON: ids in hex, 64-bit numbers as strings.",
+    ),
+)
+_EXPORT_ANSWER: Final = Component(
+    "TraceExportAnswer",
+    obj(
+        {},
+        {"partialSuccess": obj({"rejectedSpans": STRING, "errorMessage": STRING})},
+        description="Empty if all spans were stored.",
+    ),
+)
+_EXAMPLE: Final = {
+    "resourceSpans": [
+        {
+            "resource": {"attributes": [{"key": "service.name", "value": {"stringValue": "checkout"}}]},
+            "scopeSpans": [
+                {
+                    "spans": [
+                        {
+                            "traceId": "4bf92f3577b34da6a3ce929d0e0e4736",
+                            "spanId": "00f067aa0ba902b7",
+                            "name": "GET /orders",
+                            "kind": 2,
+                            "startTimeUnixNano": "1767225600000000000",
+                            "endTimeUnixNano": "1767225600020000000",
+                        }
+                    ]
+                }
+            ],
+        }
+    ]
+}
+
+
+def _export_route(path: str, handler: Handler, operation: str, summary: str, auth: Auth) -> Route:
+    return Route(
+        *("POST", path, Action.INGEST_TRACES, handler, operation, summary),
+        {
+            200: {
+                "description": "Stored; spans that were rejected are counted.",
+                "headers": headers(always=("Stream-Next-Offset",)),
+                "content": {
+                    JSON_MEDIA_TYPE: {"schema": _EXPORT_ANSWER},
+                    PROTOBUF_MEDIA_TYPE: {"schema": _BYTES},
+                },
+            }
+        },
+        errors=(404, 405, 409, 410, 415, 507),
+        body={
+            "description": "The export in either encoding, optionally with `Content-Encoding: gzip`.",
+            "required": True,
+            "content": {
+                JSON_MEDIA_TYPE: {"schema": _EXPORT, "example": _EXAMPLE},
+                PROTOBUF_MEDIA_TYPE: {"schema": _BYTES},
+            },
+        },
+        auth=auth,
+    )
+
+
+ROUTES: Final = route_group(
+    "traces",
+    _export_route(
+        *("/v1/stream/{name}/_otlp/v1/traces", OtlpRoutes.export_to_stream, "exportTraces"),
+        "Store spans in a stream with the `otel-traces` profile",
+        Auth.CHECKED,
+    ),
+    _export_route(
+        *("/v1/traces", OtlpRoutes.export, "exportTracesByDefault"),
+        "Store spans in the stream of `otlp_traces_stream`",
+        Auth.IDENTIFIED,
+    ),
+    place="owner",
+)

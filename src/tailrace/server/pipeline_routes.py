@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import lru_cache
-from typing import Final, TypeVar
+from typing import Annotated, Final, Literal, NotRequired, TypedDict, TypeVar
 
 import msgspec
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.tasks import TaskSet
@@ -26,7 +26,21 @@ from tailrace.log.system_streams import has_index_files
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    COUNT,
+    STRING,
+    Component,
+    Count,
+    answer,
+    array,
+    nullable,
+    obj,
+    query,
+    request,
+)
+from tailrace.routing.openapi import Json as Schema
 from tailrace.routing.request_headers import check_content_encoding
+from tailrace.routing.table import Route, route_group
 from tailrace.schema.profiles.profile import read_profile
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
@@ -374,23 +388,16 @@ class PipelineRoutes:
         await self.work.stop()
         await self._tasks.close()
 
-    def respond(self, exchange: Exchange, identity: Identity, method: bytes, path: bytes) -> None:
-        authorise(identity, Action.PIPELINE)
-        if path == PLAN_PATH:
-            if method in (b"GET", b"HEAD"):
-                self._spawn(self._respond(exchange, self._plan(exchange)))
-                return
-            if method != b"POST":
-                raise responses.method_not_allowed("GET, HEAD, POST, OPTIONS")
-            self._spawn(self._respond(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
-            return
-        if path not in (PUBLISH_PATH, HEARTBEAT_PATH):
-            raise TailraceError("not_found", "path not found")
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        if path == PUBLISH_PATH:
-            self._spawn(self._respond(exchange, self._publish(decode_publish_request(exchange))))
-            return
+    def plan(self, exchange: Exchange, _: Identity) -> None:
+        self._spawn(self._respond(exchange, self._plan(exchange)))
+
+    def rebuild(self, exchange: Exchange, _: Identity) -> None:
+        self._spawn(self._respond(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
+
+    def publish(self, exchange: Exchange, _: Identity) -> None:
+        self._spawn(self._respond(exchange, self._publish(decode_publish_request(exchange))))
+
+    def heartbeat(self, exchange: Exchange, _: Identity) -> None:
         heartbeat = decode_body(exchange, PipelineHeartbeat)
         if heartbeat.drain:
             self.state.draining = self.state.fresh or self.state.state != "off"
@@ -488,7 +495,7 @@ class RebuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rebuild the index files of one family, or of all."""
 
     stream: str
-    family: str | None = None
+    family: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FAMILIES)})] | None = None
 
 
 def decode_body(exchange: Exchange, kind: type[T]) -> T:
@@ -536,3 +543,140 @@ def parse_limit(text: str | None) -> int:
     if not 1 <= limit <= LIMIT_MAX:
         raise TailraceError("invalid_request", f"limit must be 1 to {LIMIT_MAX}")
     return limit
+
+
+class PublicationResult(TypedDict):
+    result: Literal["published", "already_published"]
+    manifest_generation: Count
+
+
+class RebuildResult(TypedDict):
+    stream: str
+    scheduled: Count
+
+
+class HeartbeatResult(TypedDict):
+    drain: NotRequired[bool]
+    draining: NotRequired[bool]
+
+
+_ID: Final[Schema] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+_SHA256: Final[Schema] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+_FAMILY: Final[Schema] = {"enum": list(FAMILIES)}
+_TEXT_OR_NULL: Final[Schema] = nullable(STRING)
+_RANGE: Final[dict[str, Schema]] = {"first": COUNT, "last": COUNT}
+_DESCRIBED: Final[dict[str, Schema]] = {
+    "object": STRING,
+    **_RANGE,
+    "epoch": COUNT,
+    "rows": COUNT,
+    "bytes": COUNT,
+    "raw_bytes": COUNT,
+    "sha256": _SHA256,
+}
+_SEGMENT: Final[Schema] = obj({**_DESCRIBED, "families": array(_FAMILY)})
+_WORK: Final[Schema] = {
+    "oneOf": [
+        obj(
+            {"job": {"const": "companions"}, "priority": COUNT, "segments": array(_SEGMENT)},
+            {"replace": array(STRING)},
+        ),
+        obj(
+            {
+                "job": {"const": "merge"},
+                "family": _FAMILY,
+                "level": COUNT,
+                **_RANGE,
+                "inputs": array(STRING),
+                "input_sha256": array(_SHA256),
+            }
+        ),
+        obj({"job": {"const": "compact"}, **_RANGE, "segments": array(obj(_DESCRIBED))}),
+    ]
+}
+_PIPELINE_PLAN: Final = Component(
+    "PipelinePlan",
+    obj(
+        {
+            "layout": {"const": 1},
+            "store": STRING,
+            "streams": array(
+                obj(
+                    {
+                        "stream": STRING,
+                        "stream_id": _ID,
+                        "epoch": COUNT,
+                        "content_type": _TEXT_OR_NULL,
+                        "profile": STRING,
+                        "earliest": COUNT,
+                        "manifest": obj({"object": STRING, "generation": COUNT}),
+                        "plan": obj(
+                            {
+                                "generation": COUNT,
+                                "hash": STRING,
+                                "object": _TEXT_OR_NULL,
+                                "families": array(_FAMILY),
+                            }
+                        ),
+                        "work": array(_WORK),
+                    }
+                )
+            ),
+            "next_after": _TEXT_OR_NULL,
+        }
+    ),
+)
+_PUBLICATION_EXAMPLE: Final[Schema] = {
+    "stream_id": "9f2c" * 8,
+    "job": "companions",
+    "plan_hash": "sha256:" + "0" * 64,
+    "inputs": [],
+}
+ROUTES: Final = route_group(
+    "pipeline",
+    Route(
+        *("GET", "/v1/pipeline/plan", Action.PIPELINE, PipelineRoutes.plan, "readPipelinePlan"),
+        "Plan of index files, merges and compactions to build",
+        {200: answer("Streams with work, in the order of their oldest segment.", _PIPELINE_PLAN)},
+        errors=(404, 410),
+        parameters=[
+            query("stream", "Only this stream, with or without work."),
+            query("after", "The `next_after` of the last response."),
+            query(
+                "limit", "Streams in one response.", {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX}
+            ),
+            query("jobs", "Only these jobs, separated by commas: companions, merge, compact; or all."),
+            query("live", "Wait up to 4 s for work.", {"enum": ["false", "long-poll"]}),
+        ],
+    ),
+    Route(
+        *("POST", "/v1/pipeline/plan", Action.PIPELINE, PipelineRoutes.rebuild, "rebuildCompanions"),
+        "Rebuild index files",
+        {
+            200: answer(
+                "The index files are unlisted and will be built again.",
+                RebuildResult,
+                example={"stream": "orders", "scheduled": 6},
+            )
+        },
+        errors=(404, 410),
+        body=request(
+            RebuildRequest, {"stream": "orders", "family": "col"}, "The stream, and optionally one family."
+        ),
+    ),
+    Route(
+        *("POST", "/v1/pipeline/publish", Action.PIPELINE, PipelineRoutes.publish, "publishCompanions"),
+        "Publish objects that were built",
+        {200: answer("The objects are listed, by this request or an earlier one.", PublicationResult)},
+        errors=(404, 409, 410, 507),
+        body=request(PublishRequest, _PUBLICATION_EXAMPLE, "The objects and their inputs."),
+        description="Idempotent: it may be repeated.",
+    ),
+    Route(
+        *("POST", "/v1/pipeline/heartbeat", Action.PIPELINE, PipelineRoutes.heartbeat, "sendHeartbeat"),
+        "Report the state of a pipeline, or drain it",
+        {200: answer("Whether the pipeline shall exit.", HeartbeatResult)},
+        body=request(PipelineHeartbeat, {"state": "idle"}, "The state, or `drain` alone."),
+    ),
+    place="first",
+)

@@ -193,7 +193,6 @@ class Server:
             self.app.identities.on_change = self._identities.poll
         self._subscriptions = self.subscriptions(context)
         self._subscriptions.check = self.app.guard.check
-        self.app.control = SubscriptionRoutes(context, self._subscriptions).handle
         self.watch = self.app.watch = WatchService(context, directory.path, self._verifier)
         self.watch.gateway.grants = self._grants
         self.hub = self.app.hub = HubService(context, self._verifier)
@@ -213,9 +212,8 @@ class Server:
         )
         self.app.use_index_files(self._index_files)
         self._index_files.connect(self.telemetry)
-        self.app.seal = SealRoute(context, self.sealing).seal
         self.app.search.seal_early(self.sealing.seal_now)
-        self.pipeline = self.app.pipeline = PipelineRoutes(context, self.sealing, self._cold)
+        self.pipeline = PipelineRoutes(context, self.sealing, self._cold)
         self.pipeline.connect(self.app.details)
         readers = (self._cold.parts, self._index_files.parts, self._index_files.lexicons)
         connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
@@ -223,9 +221,14 @@ class Server:
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
         self._memory = self._guard_memory(memory_limit_bytes(limits))
         node = self._inspected_parts(context)
-        self.app.server = ServerRoutes(node)
-        self.app.server.pipeline = self.pipeline.state.details
-        self.app.server.async_index = self.pipeline.state.concurrency
+        inspection = ServerRoutes(node)
+        inspection.pipeline = self.pipeline.state.details
+        inspection.async_index = self.pipeline.state.concurrency
+        self.app.table.bind(
+            *(SubscriptionRoutes(context, self._subscriptions), *self.watch.routes, self.hub.routes),
+            *(SealRoute(context, self.sealing), self.pipeline, inspection),
+        )
+        assert not self.app.table.unbound(), "a row has a handler that no part of the server has"
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, build_series_recorder(node))
         self._tracing = self._start_tracing(context)
         self._observed = self._observe(settings)

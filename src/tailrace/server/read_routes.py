@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common import timestamps
@@ -35,7 +36,9 @@ from tailrace.protocol.query_params import (
 )
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import Json, answer, array, headers, params, query
 from tailrace.routing.request_headers import parse_page_limit
+from tailrace.routing.table import Auth, Route, route_group
 from tailrace.schema.registry import Registry
 from tailrace.search.filtered_reads import FilteredReads, FilterScan
 from tailrace.server.live import LiveReaders, ReadRequest
@@ -527,3 +530,65 @@ def page_buffers(parts: list[ReadPart], fmt: str, is_json: bool) -> list[ReadPar
         body.append(b"]")
         return body
     return parts
+
+
+_EVENTS: Final = (
+    'event: data\ndata:[{"id":1}]\nid: 00000000000000000004000000\n\n'
+    'event: control\ndata:{"streamNextOffset":"00000000000000000004000000","upToDate":true}\n'
+    "id: 00000000000000000004000000\n\n"
+)
+_BOTH_OFFSETS: Final = ("Stream-Next-Offset", "Stream-End-Offset")
+_COMMON_HEADERS: Final = (
+    *("Stream-Closed", "Stream-Earliest-Offset", "Stream-Cursor", "Stream-Start", "ETag", "Cache-Control"),
+    *("Stream-Filter-Scan-Limit-Reached", "Stream-Filter-Scan-Limit-Bytes", "Stream-Filter-Scanned-Bytes"),
+)
+_RESPONSES: Final[dict[int, Json]] = {
+    200: {
+        "description": "Entries after the offset; with `live=sse` events until the server ends the response.",
+        "headers": headers(*_COMMON_HEADERS, *_BOTH_OFFSETS, "Stream-Up-To-Date", "Stream-SSE-Data-Encoding"),
+        "content": {
+            "application/json": {"schema": array({}), "example": [{"id": 1}, {"id": 2}]},
+            "text/event-stream": {"example": _EVENTS},
+            "application/vnd.apache.arrow.stream": {},
+            "*/*": {},
+        },
+    },
+    204: answer(
+        "No new entries during a long-poll, or the stream is closed.",
+        head=headers(
+            *("Stream-Closed", "Stream-Cursor", "Stream-Start", "Stream-Up-To-Date"),
+            *("Stream-Earliest-Offset", "Stream-Wait-Limit-Ms"),
+            always=_BOTH_OFFSETS,
+        ),
+    ),
+    304: answer("Not modified.", head=headers(*_COMMON_HEADERS, "Stream-Up-To-Date", always=_BOTH_OFFSETS)),
+}
+_PARAMETERS: Final = params(
+    *("offset", "since", "filter", "live", "timeout", "timeout_ms", "cursor", "format", "max_bytes"),
+    *("max_entries", "if-none-match", "last-event-id"),
+)
+_DESCRIPTION: Final = (
+    "A live read requires `offset` or `since`. With `live=ws` the connection becomes a WebSocket."
+)
+ROUTES: Final = route_group(
+    "streams",
+    Route(
+        *("GET", "/v1/stream/{name}", Action.READ_STREAM, ReadRoutes.read, "readStream"),
+        "Read entries, at once or live",
+        _RESPONSES,
+        errors=(404, 410, 426),
+        parameters=[*_PARAMETERS, query("key", "Only entries with this routing key.")],
+        description=_DESCRIPTION,
+        auth=Auth.IDENTIFIED,
+    ),
+    Route(
+        *("GET", "/v1/stream/{name}/pk/{key}", Action.READ_STREAM, ReadRoutes.read, "readKey"),
+        "Read the entries with one routing key",
+        _RESPONSES,
+        errors=(404, 410, 426),
+        parameters=_PARAMETERS,
+        description=_DESCRIPTION,
+        auth=Auth.IDENTIFIED,
+    ),
+    place="owner",
+)

@@ -14,18 +14,12 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
 from tailrace.log.commit import Committer
-from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS
 from tailrace.routing import request_log
 from tailrace.routing.client_address import load_trusted_proxies
 from tailrace.server.app import TailraceApp
 from tailrace.server.tracing import Span, Tracer
 
 logger = logging.getLogger("tailrace.requests")
-
-STREAM_PREFIX = "/v1/stream/"
-# The first segments of other routes; segments after the second are names chosen by clients.
-_AREAS = ("v1", "hub", "realtime", "replication")
-_PAGES = ("", "metrics", "healthz", "readyz", "health", "openapi.json")
 
 RequestHandler = Callable[[Exchange], None]
 
@@ -92,7 +86,7 @@ class RequestObserver:
         if span is None or tracer is None:
             return
         method, path = exchange.method.decode("latin-1"), exchange.path.decode("latin-1")
-        route = route_label(path)
+        route = self._app.table.label(exchange.path)
         span.name = f"{method} {route}"
         span.failed = status >= 500
         span.attributes = {
@@ -126,18 +120,3 @@ class _ObservedRequest:
             self._app.on_response(exchange, status, self._span, self.commits)
         except Exception:
             logger.exception("cannot record a request")  # its response is sent all the same
-
-
-def route_label(path: str) -> str:
-    """The path without names chosen by clients, so that there are few different labels."""
-    if path.startswith(STREAM_PREFIX):
-        last = path.rpartition("/")[2]
-        return (
-            f"{STREAM_PREFIX}{{name}}/{last}"
-            if last in RESERVED_LAST_SEGMENTS
-            else f"{STREAM_PREFIX}{{name}}"
-        )
-    segments = path.strip("/").split("/")
-    if len(segments) <= 1:
-        return f"/{segments[0]}" if segments[0] in _PAGES else "/..."
-    return f"/{segments[0]}/{segments[1]}" if segments[0] in _AREAS else "/..."

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from heapq import nlargest
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict
 
 import apsw
 import orjson
@@ -32,6 +32,21 @@ from tailrace.log.model import Stream
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    INSTANT,
+    OBJECT,
+    STRING,
+    Component,
+    Json,
+    answer,
+    array,
+    counts,
+    obj,
+    query,
+)
+from tailrace.routing.table import Auth, Route, route_group
 from tailrace.schema.stream_schema import CACHE_BYTES
 from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.search.routes import SearchRoutes
@@ -286,7 +301,6 @@ class TopStreams:
 
 
 DETAILS_PATH, MEMORY_PATH = b"/v1/server/_details", b"/v1/server/_mem"
-SERVER_DETAILS_PATHS = frozenset({DETAILS_PATH, MEMORY_PATH})
 LIMIT_GROUPS = ("caches", "concurrency", "ingest", "search", "segmenting", "timeouts", "memory")
 
 
@@ -311,10 +325,11 @@ class ServerRoutes:
         node.memory.gauges["document_bytes"] = lambda: log.streams.document_bytes
         node.memory.gauges["streams_loaded"] = lambda: len(log.streams.by_number)
 
-    def respond(self, exchange: Exchange, identity: Identity, path: bytes) -> None:
-        authorise(identity, Action.INSPECT_SERVER)
-        body = self._details() if path == DETAILS_PATH else self._mem()
-        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+    def details(self, exchange: Exchange, _: Identity) -> None:
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self._details()))
+
+    def memory(self, exchange: Exchange, _: Identity) -> None:
+        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(self._mem()))
 
     # -- details ---------------------------------------------------------------------------------------
 
@@ -484,13 +499,87 @@ class SealRoute:
         self._tasks.start(self._respond(exchange, name))
 
     async def _respond(self, exchange: Exchange, name: str | None) -> None:
-        status, body = 200, {"sealed": True}
+        status, body = 200, Sealed(sealed=True)
         try:
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 await self._sealing.seal_now(name)
         except TimeoutError:
-            status, body = 202, {"sealed": False}
+            status, body = 202, Sealed(sealed=False)
         except TailraceError as refusal:
             responses.respond_error(exchange, refusal)
             return
         exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+
+
+class Sealed(TypedDict):
+    sealed: bool
+
+
+_TOP: Final[Json] = {"type": "object", "additionalProperties": array(obj({"stream": STRING}))}
+_QUEUE: Final[Json] = obj(counts("configured_limit", "current_limit", "active", "queued"))
+_SERVER_DETAILS: Final = Component(
+    "ServerDetails",
+    obj(
+        {
+            "auto_tune": obj({"enabled": BOOLEAN}),
+            "configured_limits": {"type": "object", "additionalProperties": OBJECT},
+            "runtime": obj(
+                {
+                    "memory": obj(
+                        {"pressure_active": BOOLEAN, "last_rss_bytes": COUNT, "max_rss_bytes": COUNT}
+                    ),
+                    "ingest_queue": obj({**counts("requests", "bytes"), "full": BOOLEAN}),
+                    "local_backpressure": obj(
+                        {"enabled": BOOLEAN, **counts("current_bytes", "max_bytes"), "over_limit": BOOLEAN}
+                    ),
+                    "uploads": obj(counts("pending_segments")),
+                    "concurrency": {"type": "object", "additionalProperties": _QUEUE},
+                    "top_streams": _TOP,
+                }
+            ),
+        }
+    ),
+)
+_SERVER_MEMORY: Final = Component(
+    "ServerMemory",
+    obj(
+        {
+            "ts": INSTANT,
+            "process": obj(counts("rss_bytes", "heap_total_bytes", "heap_used_bytes")),
+            "process_breakdown": obj(counts("managed_bytes", "unattributed_rss_bytes")),
+            "sqlite": OBJECT,
+            "gc": OBJECT,
+            "high_water": {"type": "object", "additionalProperties": obj({"value": COUNT, "at": INSTANT})},
+            "counters": {"type": "object", "additionalProperties": COUNT},
+            "runtime_counts": {"type": "object", "additionalProperties": COUNT},
+            "runtime_bytes": OBJECT,
+            "runtime_totals": {"type": "object", "additionalProperties": COUNT},
+            "top_streams": _TOP,
+        }
+    ),
+)
+ROUTES: Final = route_group(
+    "server",
+    Route(
+        *("GET", "/v1/server/_details", Action.INSPECT_SERVER, ServerRoutes.details, "readServerDetails"),
+        "Limits, queues and memory",
+        {200: answer("As it is now.", _SERVER_DETAILS)},
+    ),
+    Route(
+        *("GET", "/v1/server/_mem", Action.INSPECT_SERVER, ServerRoutes.memory, "readServerMemory"),
+        "Memory by subsystem",
+        {200: answer("As it is now.", _SERVER_MEMORY)},
+    ),
+    Route(
+        *("POST", "/v1/server/_seal", Action.SEAL, SealRoute.seal, "seal"),
+        "Move everything, or one stream, to the object store",
+        {
+            200: answer("Everything is in the object store.", Sealed, example={"sealed": True}),
+            202: answer("Sealing continues after the request timeout: repeat the request.", Sealed),
+        },
+        errors=(404, 409, 410, 507),
+        parameters=[query("stream", "Only this stream.")],
+        auth=Auth.IDENTIFIED,
+    ),
+    place="all",
+)

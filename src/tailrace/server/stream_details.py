@@ -10,12 +10,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import orjson
 import xxhash
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
@@ -25,10 +25,31 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    INSTANT,
+    STRING,
+    Component,
+    Json,
+    answer,
+    array,
+    counts,
+    headers,
+    nullable,
+    obj,
+    params,
+    query,
+    texts,
+)
+from tailrace.routing.table import Handler, Route, route_group
+from tailrace.schema.openapi import PROFILE_RESOURCE, REGISTRY
 from tailrace.search.index_files.index_plan import FAMILIES
 from tailrace.search.tail_index import TailIndex
 from tailrace.server.index_status import (
     BUNDLED_FAMILIES,
+    INDEX_STATUS,
+    OBSERVABILITY,
     IndexSnapshot,
     ManifestStatus,
     StreamDocuments,
@@ -194,7 +215,6 @@ def details_etag(kind: str, stream: Stream, documents: StreamDocuments, manifest
 
 
 WAIT_DEFAULT_MS = 3000
-READ_METHODS = "GET, HEAD, OPTIONS"
 
 DetailsKind = Literal["details", "index_status"]
 
@@ -215,18 +235,13 @@ class DetailsRoutes:
         self._tasks = TaskSet()
         self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
 
-    def details(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        self._serve(exchange, identity, method, name, "details")
+    def details(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        self._serve(exchange, identity, name, "details")
 
-    def index_status(self, exchange: Exchange, identity: Identity, method: bytes, name: str) -> None:
-        self._serve(exchange, identity, method, name, "index_status")
+    def index_status(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        self._serve(exchange, identity, name, "index_status")
 
-    def _serve(
-        self, exchange: Exchange, identity: Identity, method: bytes, name: str, kind: DetailsKind
-    ) -> None:
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed(READ_METHODS)
-        authorise(identity, Action.QUERY_STREAM, stream=name)
+    def _serve(self, exchange: Exchange, identity: Identity, name: str, kind: DetailsKind) -> None:
         query = parse_query(exchange.query)
         stream = self._log.readable(name)
         live = query.get("live", "")
@@ -440,3 +455,95 @@ def cached_bytes_by_artifact(readers: Sequence[ObjectCache], stream: Stream) -> 
     folder = make_stream_id(stream.name, stream.incarnation)
     caches = [parts.cache for parts in readers if parts.cache is not None]
     return {artifact: sum(cache.bytes_of(folder, artifact) for cache in caches) for artifact in ARTIFACTS}
+
+
+_COUNTERS: Final = ("puts", "reads", "gets", "heads", "lists", "deletes")
+_STREAM: Final[Json] = obj(
+    {
+        "name": STRING,
+        "content_type": STRING,
+        "profile": STRING,
+        "created_at": INSTANT,
+        "updated_at": INSTANT,
+        "expires_at": nullable(INSTANT),
+        "ttl_seconds": nullable(COUNT),
+        "stream_seq": nullable(STRING),
+        "closed": BOOLEAN,
+        **counts("epoch", "segment_count", "uploaded_segment_count"),
+        **texts("next_offset", "sealed_through", "uploaded_through", "pending_rows", "pending_bytes"),
+        **texts("total_size_bytes", "wal_rows", "wal_bytes"),
+        "last_append_at": nullable(INSTANT),
+        "last_segment_cut_at": nullable(INSTANT),
+    },
+    {"observability": OBSERVABILITY, "seal_conflict": BOOLEAN},
+)
+_STORAGE: Final[Json] = obj(
+    {
+        "object_storage": obj(
+            {
+                **texts("total_bytes", "segments_bytes", "indexes_bytes", "manifest_and_meta_bytes"),
+                **texts("manifest_bytes", "schema_registry_bytes"),
+                **counts("segment_object_count", "routing_index_object_count"),
+                **counts("routing_lexicon_object_count", "exact_index_object_count"),
+                **counts("bundled_companion_object_count"),
+            }
+        ),
+        "local_storage": obj(
+            {
+                **texts("total_bytes", "wal_retained_bytes", "pending_tail_bytes"),
+                **texts("pending_sealed_segment_bytes", "segment_cache_bytes", "routing_index_cache_bytes"),
+                **texts("exact_index_cache_bytes", "lexicon_index_cache_bytes", "companion_cache_bytes"),
+                **texts("sqlite_shared_total_bytes"),
+            }
+        ),
+        "companion_families": obj(texts("col_bytes", "fts_bytes", "agg_bytes", "mblk_bytes", "exact_bytes")),
+    }
+)
+_DETAILS: Final = Component(
+    "Details",
+    obj(
+        {
+            "stream": _STREAM,
+            "profile": PROFILE_RESOURCE,
+            "schema": REGISTRY,
+            "index_status": INDEX_STATUS,
+            "storage": _STORAGE,
+            "object_store_requests": obj(
+                {**texts(*_COUNTERS), "by_artifact": array(obj({"artifact": STRING, **texts(*_COUNTERS)}))}
+            ),
+        }
+    ),
+)
+_LIVE: Final = query(
+    "live",
+    "Wait until the document differs from `If-None-Match`.",
+    {"enum": ["long-poll", "true", "1", "false", "0", ""]},
+)
+
+
+def _details_route(path: str, handler: Handler, operation: str, summary: str, body: Component) -> Route:
+    return Route(
+        *("GET", path, Action.QUERY_STREAM, handler, operation, summary),
+        {
+            200: answer("The current document.", body, headers(always=("ETag",))),
+            304: answer("Not modified.", head=headers("Stream-Wait-Limit-Ms", always=("ETag",))),
+        },
+        errors=(404, 410),
+        parameters=[_LIVE, *params("timeout", "timeout_ms", "if-none-match")],
+    )
+
+
+ROUTES: Final = route_group(
+    "inspection",
+    _details_route(
+        *("/v1/stream/{name}/_details", DetailsRoutes.details, "readDetails"),
+        "All details of a stream",
+        _DETAILS,
+    ),
+    _details_route(
+        *("/v1/stream/{name}/_index_status", DetailsRoutes.index_status, "readIndexStatus"),
+        "Progress of each index family",
+        INDEX_STATUS,
+    ),
+    place="owner",
+)

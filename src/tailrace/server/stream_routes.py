@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Final, TypedDict
 
 import orjson
 
@@ -35,6 +36,21 @@ from tailrace.protocol.offsets import next_offset_line
 from tailrace.protocol.stream_names import check_creatable_name, is_system_name
 from tailrace.routing import request_headers, responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    INSTANT,
+    OFFSET,
+    STRING,
+    WHOLE,
+    WINDOW,
+    Count,
+    Json,
+    OffsetText,
+    answer,
+    header_param,
+    headers,
+    params,
+)
+from tailrace.routing.table import Auth, Route, route_group
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
 from tailrace.schema.registry import fork_registry, read_registry
 from tailrace.schema.routes import TOUCH_DOCUMENT
@@ -391,6 +407,8 @@ class StreamRoutes:
         exchange.respond(200, head + responses.lifetime_headers(stream) + responses.NO_STORE)
 
     def delete(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        if is_system_name(name):
+            raise read_only_error()
         authorise(identity, Action.DELETE_STREAM, stream=name)
         log = self._log
         stream = log.find(name)
@@ -468,3 +486,122 @@ def _respond_append_with_headers(
         exchange.respond(200, head, body)
     else:
         exchange.respond(status, head)
+
+
+class Acknowledgement(TypedDict):
+    next_offset: OffsetText
+    count: Count
+    closed: bool
+
+
+_LIFETIME: Final = ("Stream-TTL", "Stream-Expires-At", "Stream-Retention", "Stream-Retention-Bytes")
+_ENTRIES: Final[Json] = {
+    "description": "Each element of a JSON array is an entry. Any other body is one entry.",
+    "content": {
+        "application/json": {"schema": {}, "example": [{"id": 1}, {"id": 2}]},
+        "text/plain": {"schema": STRING, "example": "one line\n"},
+        "application/octet-stream": {"schema": {}},
+    },
+}
+_CREATE_PARAMETERS: Final = (
+    header_param("Stream-TTL", "Idle time after which the stream expires.", WINDOW, example="7d"),
+    header_param(
+        "Stream-Expires-At",
+        "The time at which the stream expires; not together with a TTL.",
+        INSTANT,
+        example="2030-01-01T00:00:00Z",
+    ),
+    header_param("Stream-Retention", "Entries older than this are trimmed.", WINDOW),
+    header_param("Stream-Retention-Bytes", "Entries with this much newer payload are trimmed.", WHOLE),
+    *params("stream-closed", "stream-key", "stream-timestamp"),
+    header_param(
+        "Stream-Forked-From",
+        "Create a fork of this stream: `/v1/stream/<name>`.",
+        example="/v1/stream/orders",
+    ),
+    header_param(
+        "Stream-Fork-Offset",
+        "The position in the source; its tail by default.",
+        {"anyOf": [{"enum": ["-1", "now"]}, OFFSET]},
+    ),
+    header_param("Stream-Fork-Sub-Offset", "This many messages or bytes after the offset.", WHOLE),
+)
+_APPEND_PARAMETERS: Final = (
+    *params("stream-key", "stream-timestamp", "stream-closed"),
+    header_param("Stream-Seq", "Must be greater than the last one, compared as bytes.", {"minLength": 1}),
+    header_param("Producer-Id", "With epoch and sequence number: exactly-once appends.", {"minLength": 1}),
+    header_param("Producer-Epoch", "Incremented when the producer restarts.", WHOLE),
+    header_param("Producer-Seq", "The sequence number of this request, from 0.", WHOLE),
+    header_param("Prefer", "`return=representation` requests a body.", example="return=representation"),
+)
+_APPENDED: Final = ("Stream-Closed", "Producer-Epoch", "Producer-Seq")
+_NEXT: Final = ("Stream-Next-Offset",)
+_PATH: Final = "/v1/stream/{name}"
+# The handlers authorise: these are the hot path, and a fork needs its source.
+ROUTES: Final = route_group(
+    "streams",
+    Route(
+        *("PUT", _PATH, Action.WRITE_STREAM, StreamRoutes.create, "createStream"),
+        "Create a stream, or confirm its configuration",
+        {
+            200: answer(
+                "The stream exists with this configuration.",
+                head=headers("Stream-Closed", *_LIFETIME, always=_NEXT),
+            ),
+            201: answer(
+                "The stream was created.",
+                head=headers("Stream-Closed", *_LIFETIME, always=(*_NEXT, "Location")),
+            ),
+        },
+        errors=(404, 405, 409, 410, 415, 429, 507),
+        parameters=_CREATE_PARAMETERS,
+        body=_ENTRIES,
+        description="`Content-Type` is the type of the stream. A fork requires `read` on its source.",
+        auth=Auth.IDENTIFIED,
+    ),
+    Route(
+        *("POST", _PATH, Action.WRITE_STREAM, StreamRoutes.append, "append"),
+        "Append entries, close the stream, or both",
+        {
+            200: answer(
+                "Durable; with producer headers, or with a representation. Only the latter has a body.",
+                Acknowledgement,
+                headers(*_APPENDED, "Preference-Applied", always=_NEXT),
+                {"next_offset": "00000000000000000008000000", "count": 2, "closed": False},
+            ),
+            204: answer(
+                "Durable, or a duplicate of an append that is.", head=headers(*_APPENDED, always=_NEXT)
+            ),
+        },
+        errors=(404, 405, 409, 410, 415, 429, 507),
+        parameters=_APPEND_PARAMETERS,
+        body=_ENTRIES,
+        description=(
+            "A body requires the `Content-Type` of the stream. `Stream-Closed: true` requires no body."
+        ),
+        auth=Auth.IDENTIFIED,
+    ),
+    Route(
+        *("HEAD", _PATH, Action.READ_STREAM, StreamRoutes.head, "describeStream"),
+        "Content type, tail and lifetime; does not renew the TTL",
+        {
+            200: answer(
+                "The stream exists; `Content-Type` is its type.",
+                head=headers(
+                    *("Stream-Closed", *_LIFETIME),
+                    always=("Stream-Next-Offset", "Stream-End-Offset", "Stream-Earliest-Offset"),
+                ),
+            )
+        },
+        errors=(404, 410),
+        auth=Auth.IDENTIFIED,
+    ),
+    Route(
+        *("DELETE", _PATH, Action.DELETE_STREAM, StreamRoutes.delete, "deleteStream"),
+        "Delete a stream",
+        {204: answer("Deleted, by this request or an earlier one.")},
+        errors=(404, 405, 410, 507),
+        auth=Auth.IDENTIFIED,
+    ),
+    place="owner",
+)

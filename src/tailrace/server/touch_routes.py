@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Final
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise, invalid_token_error
+from tailrace.auth import Action, Identity, invalid_token_error
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.http.exchange import Exchange
@@ -22,6 +23,23 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    COUNT_TEXT,
+    OFFSET,
+    STRING,
+    Component,
+    Json,
+    answer,
+    array,
+    closed,
+    counts,
+    obj,
+    query,
+    request,
+)
+from tailrace.routing.table import Route, route_group
 from tailrace.schema.append_validation import PROFILE_DOCUMENT
 from tailrace.schema.json_values import UnusableRecordError, decode_json_record
 from tailrace.schema.profiles.profile import StateProtocolProfile, read_profile
@@ -169,7 +187,6 @@ def _load_record(part: bytes | memoryview) -> object:
 FEEDS_MAX = 1000  # cursors stay valid when their feed is evicted
 SWEEP_S = 0.05
 SERVER_STOPPING = TailraceError("unavailable", "the server is stopping")
-TOUCH_ROUTES = {"meta": (b"GET", b"HEAD"), "templates/activate": (b"POST",), "wait": (b"POST",)}
 
 
 class TouchRoutes:
@@ -186,22 +203,21 @@ class TouchRoutes:
         self._stopping = False
         self._past_wakeups = self._past_stales = 0  # of closed feeds
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, name: str, route: str) -> None:
-        methods = TOUCH_ROUTES.get(route)
-        if methods is None:
-            raise TailraceError("not_found", "resource not found")
-        if method not in methods:
-            raise responses.method_not_allowed(b", ".join((*methods, b"OPTIONS")).decode())
-        authorise(identity, Action.TOUCH_STREAM, stream=name)
+    def meta(self, exchange: Exchange, _: Identity, name: str) -> None:
+        self._meta(exchange, self._open_feed(name))
+
+    def activate(self, exchange: Exchange, _: Identity, name: str) -> None:
+        feed = self._open_feed(name)
+        self._activate(exchange, feed, parse_json_body(exchange.body))
+
+    def wait(self, exchange: Exchange, identity: Identity, name: str) -> None:
+        feed = self._open_feed(name)
+        self._wait(exchange, identity, feed, parse_wait(parse_json_body(exchange.body)))
+
+    def _open_feed(self, name: str) -> TouchFeed:
         if self._stopping:
             raise SERVER_STOPPING
-        feed = self._feed(self._log.readable(name))
-        if route == "wait":
-            self._wait(exchange, identity, feed, parse_wait(parse_json_body(exchange.body)))
-        elif route == "meta":
-            self._meta(exchange, feed)
-        else:
-            self._activate(exchange, feed, parse_json_body(exchange.body))
+        return self._feed(self._log.readable(name))
 
     @property
     def waiters(self) -> int:
@@ -454,3 +470,143 @@ def _respond_meta(exchange: Exchange, feed: TouchFeed) -> None:
 
 def _respond_json(exchange: Exchange, body: dict[str, object]) -> None:
     exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+
+
+# Requests are parsed by the profile, with errors of their own.
+_CURSOR: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{16}:[0-9]{1,18}$"}
+_TEMPLATE_ID: Final[Json] = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
+_TIMEOUT_MS: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 120_000, "default": 30_000}
+_TTL_MS: Final[Json] = {"type": "integer", "minimum": 1, "maximum": 30 * 86_400_000}
+_KIND: Final[Json] = {"enum": ["fineKey", "tableKey", "templateKey"]}
+_BUCKET: Final[dict[str, Json]] = {
+    "bucketMaxSourceOffsetSeq": COUNT_TEXT,
+    **counts("flushAtMs", "bucketStartMs"),
+}
+
+_TEMPLATES: Final[Json] = array(
+    closed(
+        {
+            "entity": STRING,
+            "fields": array(
+                closed({"name": STRING}, {"encoding": {"type": "string", "default": "string"}}), maxItems=64
+            ),
+        }
+    ),
+    maxItems=256,
+)
+_TOUCH_META: Final = Component(
+    "TouchMeta",
+    obj(
+        {
+            "mode": {"const": "memory"},
+            "cursor": _CURSOR,
+            "epoch": STRING,
+            **counts(
+                "generation", "bucketMs", "coalesceMs", "filterSize", "k", "pendingKeys", "overflowBuckets"
+            ),
+            **counts("activeWaiters", "lastFlushAtMs", "activeTemplates", "lagSourceOffsets"),
+            "bucketMaxSourceOffsetSeq": COUNT_TEXT,
+            "settled": BOOLEAN,
+            "touchMode": {"enum": ["idle", "fine", "restricted", "coarseOnly"]},
+            "walScannedThrough": OFFSET,
+        }
+    ),
+)
+_TOUCH_TEMPLATES: Final = Component(
+    "TouchTemplates", closed({"templates": _TEMPLATES}, {"inactivityTtlMs": _TTL_MS})
+)
+_ACTIVATION: Final = Component(
+    "TouchActivation",
+    obj(
+        {
+            "activated": array(
+                obj(
+                    {
+                        "templateId": _TEMPLATE_ID,
+                        "state": {"const": "active"},
+                        "activeFromTouchOffset": _CURSOR,
+                    }
+                )
+            ),
+            "denied": array(obj({"templateId": _TEMPLATE_ID, "reason": STRING})),
+            "limits": obj(counts("maxActiveTemplatesPerStream", "maxActiveTemplatesPerEntity")),
+        }
+    ),
+)
+_TOUCH_WAIT: Final = Component(
+    "TouchWait",
+    closed(
+        {"cursor": {"anyOf": [{"const": "now"}, _CURSOR]}},
+        {
+            "keys": array({"type": "string", "minLength": 1, "maxLength": 1024}, maxItems=1024),
+            "keyIds": array({"type": "integer", "minimum": 0, "maximum": 2**32 - 1}, maxItems=1024),
+            "timeoutMs": _TIMEOUT_MS,
+            "interestMode": {"enum": ["fine", "coarse"], "default": "fine"},
+            "exact": BOOLEAN,
+            "templateIdsUsed": array(_TEMPLATE_ID, maxItems=1024),
+            "declareTemplates": _TEMPLATES,
+            "inactivityTtlMs": _TTL_MS,
+        },
+        description="At least one of `keys` and `keyIds`.",
+    ),
+)
+_TOUCHED: Final = Component(
+    "Touched", obj({"touched": BOOLEAN, "cursor": _CURSOR, "effectiveWaitKind": _KIND, **_BUCKET})
+)
+_TOUCH_STALE: Final = Component(
+    "TouchStale",
+    obj(
+        {
+            "stale": {"const": True},
+            "cursor": _CURSOR,
+            "epoch": STRING,
+            "generation": COUNT,
+            "effectiveWaitKind": _KIND,
+            **_BUCKET,
+            "error": obj({"code": {"const": "stale"}, "message": STRING}),
+        }
+    ),
+)
+_TOUCH: Final = "/v1/stream/{name}/touch"
+ROUTES: Final = route_group(
+    "touch",
+    Route(
+        *("GET", f"{_TOUCH}/meta", Action.TOUCH_STREAM, TouchRoutes.meta, "readTouchMeta"),
+        "State of touches, and a cursor to start with",
+        {200: answer("The current state.", _TOUCH_META)},
+        errors=(404, 410),
+        parameters=[
+            query("settle", "`flush` first processes all appended entries.", {"enum": ["flush", ""]}),
+            query("timeoutMs", "Timeout of the flush.", _TIMEOUT_MS),
+        ],
+    ),
+    Route(
+        *("POST", f"{_TOUCH}/templates/activate", Action.TOUCH_STREAM, TouchRoutes.activate),
+        "activateTouchTemplates",
+        "Activate templates: sets of fields whose changes are reported",
+        {200: answer("Active and denied templates.", _ACTIVATION)},
+        errors=(404, 409, 410, 507),
+        body=request(
+            _TOUCH_TEMPLATES,
+            {"templates": [{"entity": "orders", "fields": [{"name": "customer", "encoding": "string"}]}]},
+            "The templates.",
+        ),
+    ),
+    Route(
+        *("POST", f"{_TOUCH}/wait", Action.TOUCH_STREAM, TouchRoutes.wait, "waitForTouch"),
+        "Wait until one of the keys is touched",
+        {
+            200: answer(
+                "Touched, not touched before the timeout, or stale (the cursor is too old).",
+                {"anyOf": [_TOUCHED, _TOUCH_STALE]},
+            )
+        },
+        errors=(404, 409, 410, 507),
+        body=request(
+            _TOUCH_WAIT,
+            {"cursor": "now", "keys": ["00d5a1c0ffee0001"], "timeoutMs": 1000},
+            "The keys to wait for.",
+        ),
+    ),
+    place="owner",
+)

@@ -41,28 +41,30 @@ class SubscriptionConfig(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
-class _WebhookBody(msgspec.Struct, forbid_unknown_fields=True):
+class WebhookTargetBody(msgspec.Struct, forbid_unknown_fields=True):
     url: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class _ConfigBody(msgspec.Struct, forbid_unknown_fields=True):
+class SubscriptionRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A pattern or streams; a webhook or a wake stream, according to the type."""
+
     type: SubscriptionKind
     pattern: str | None = None
     streams: Annotated[list[str], msgspec.Meta(max_length=STREAMS_MAX)] = msgspec.field(
         default_factory=list[str]
     )
-    webhook: _WebhookBody | None = None
+    webhook: WebhookTargetBody | None = None
     wake_stream: str | None = None
     lease_ttl_ms: int | None = None
     description: str | None = None
 
 
-class _StreamsBody(msgspec.Struct, forbid_unknown_fields=True):
+class StreamNames(msgspec.Struct, forbid_unknown_fields=True):
     streams: Annotated[list[str], msgspec.Meta(min_length=1, max_length=STREAMS_MAX)]
 
 
-_decode_config = msgspec.json.Decoder(_ConfigBody).decode
-_decode_streams = msgspec.json.Decoder(_StreamsBody).decode
+_decode_config = msgspec.json.Decoder(SubscriptionRequest).decode
+_decode_streams = msgspec.json.Decoder(StreamNames).decode
 
 
 def invalid_subscription(reason: str) -> TailraceError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Final, TypedDict
 
 import msgspec
 import orjson
@@ -13,13 +12,17 @@ from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import offsets, stream_names
+from tailrace.protocol import offsets
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import STRING, Component, Json, answer, array, headers, obj, request
+from tailrace.routing.table import Auth, Handler, Identify, Route, route_group
 from tailrace.subscriptions import keys, ssrf, views
 from tailrace.subscriptions.model import (
     STREAMS_MAX,
+    StreamNames,
     SubscriptionConfig,
+    SubscriptionRequest,
     check_id,
     invalid_subscription,
     parse_config,
@@ -37,83 +40,49 @@ JSON_HEAD = responses.JSON_TYPE + responses.NO_STORE
 # The caller waits for this; a slower name server is checked at the first delivery.
 RESOLVE_S_MAX = 2.0
 
-Identify = Callable[[Exchange], Identity]
-Handler = Callable[[Exchange, str, Identify], None]
 
-
-class _AckBody(msgspec.Struct):
+class AckBody(msgspec.Struct):
     stream: str
     offset: str
 
 
-class _AnswerBody(msgspec.Struct):
+class WakeAnswerBody(msgspec.Struct):
     wake_id: str
     generation: int
-    acks: Annotated[list[_AckBody], msgspec.Meta(max_length=STREAMS_MAX)] = msgspec.field(
-        default_factory=list[_AckBody]
+    acks: Annotated[list[AckBody], msgspec.Meta(max_length=STREAMS_MAX)] = msgspec.field(
+        default_factory=list[AckBody]
     )
     done: bool = False
 
 
-class _ClaimBody(msgspec.Struct):
+class Claim(msgspec.Struct):
     worker: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
-_decode_answer = msgspec.json.Decoder(_AnswerBody).decode
-_decode_claim = msgspec.json.Decoder(_ClaimBody).decode
+class WakeAnswered(TypedDict):
+    ok: bool
+    next_wake: bool
+
+
+_decode_answer = msgspec.json.Decoder(WakeAnswerBody).decode
+_decode_claim = msgspec.json.Decoder(Claim).decode
 
 
 class SubscriptionRoutes:
-    """Everything under `__ds`. Wakes are answered with their own token, so each route authenticates."""
+    """Everything under `__ds`. Wakes are answered with their own token."""
 
     def __init__(self, context: Context, service: SubscriptionService) -> None:
         self._context = context
         self._service = service
         self._tasks = TaskSet()
-        self._subscription_handlers: dict[bytes, Handler] = {
-            b"PUT": self._put,
-            b"GET": self._get,
-            b"HEAD": self._get,
-            b"DELETE": self._delete,
-        }
-        self._action_handlers: dict[bytes, Handler] = {
-            b"streams": self._add_streams,
-            b"claim": self._claim,
-            b"callback": self._callback,
-            b"ack": self._ack,
-            b"release": self._release,
-        }
 
-    def handle(self, exchange: Exchange, rest: bytes, identify: Identify) -> None:
-        """`rest` is the raw path after `/v1/stream/__ds`."""
-        if rest == b"/jwks.json":
-            _allow(exchange, b"GET", b"HEAD")
-            exchange.respond(200, JWKS_HEAD, self._service.keys.jwks())
-            return
-        segments = rest.split(b"/")
-        if len(segments) < 3 or segments[:2] != [b"", b"subscriptions"]:
-            raise TailraceError("not_found", "no resource at this path")
-        subscription_id = stream_names.decode_name(segments[2])
-        if subscription_id is None:
-            raise invalid_subscription("a subscription id must be UTF-8")
-        check_id(subscription_id)
-        if len(segments) == 3:
-            _allow(exchange, *self._subscription_handlers)
-            self._subscription_handlers[exchange.method](exchange, subscription_id, identify)
-        elif len(segments) == 4 and segments[3] in self._action_handlers:
-            _allow(exchange, b"POST")
-            self._action_handlers[segments[3]](exchange, subscription_id, identify)
-        elif len(segments) >= 5 and segments[3] == b"streams":
-            _allow(exchange, b"DELETE")
-            self._remove_stream(exchange, subscription_id, b"/".join(segments[4:]), identify)
-        else:
-            raise TailraceError("not_found", "no resource at this path")
+    def jwks(self, exchange: Exchange, _: Identify) -> None:
+        exchange.respond(200, JWKS_HEAD, self._service.keys.jwks())
 
     # -- management ----------------------------------------------------------------------------------------
 
-    def _put(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        identity = identify(exchange)
-        authorise(identity, Action.MANAGE_SUBSCRIPTION)
+    def put(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
+        check_id(subscription_id)
         config = parse_config(exchange.body, self._context.limits)
         authorise_all(identity, Action.MANAGE_SUBSCRIPTION, config.streams, config.pattern)
         if config.wake_stream is not None:
@@ -153,14 +122,13 @@ class SubscriptionRoutes:
 
         self._service.create(subscription_id, config, base_url, callback)
 
-    def _get(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        runner = self._find(identify(exchange), Action.READ_SUBSCRIPTION, subscription_id)
+    def get(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
+        runner = self._find(identity, Action.READ_SUBSCRIPTION, subscription_id)
         base_url = responses.base_url(exchange, self._context.settings)
         kid = self._service.keys.current().kid
         exchange.respond(200, JSON_HEAD, views.subscription_body(runner.sub, kid, base_url))
 
-    def _delete(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        identity = identify(exchange)
+    def delete(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
         try:
             runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         except TailraceError as refusal:
@@ -178,25 +146,19 @@ class SubscriptionRoutes:
 
         self._service.delete(runner, callback)
 
-    def _add_streams(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        identity = identify(exchange)
+    def add_streams(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
         runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         paths = parse_streams(exchange.body, self._context.limits)
         authorise_all(identity, Action.MANAGE_SUBSCRIPTION, paths, None)
         self._service.add_streams(runner, paths, _answer_empty(exchange))
 
-    def _remove_stream(
-        self, exchange: Exchange, subscription_id: str, raw: bytes, identify: Identify
-    ) -> None:
-        runner = self._find(identify(exchange), Action.MANAGE_SUBSCRIPTION, subscription_id)
-        path = stream_names.decode_name(raw)
-        if path is None:
-            raise invalid_subscription("a stream name must be UTF-8")
+    def remove_stream(self, exchange: Exchange, identity: Identity, subscription_id: str, path: str) -> None:
+        runner = self._find(identity, Action.MANAGE_SUBSCRIPTION, subscription_id)
         self._service.remove_stream(runner, path, _answer_empty(exchange))
 
     def _find(self, identity: Identity, action: Action, subscription_id: str) -> SubscriptionRunner:
         """The subscription, if the caller may read all of its streams."""
-        authorise(identity, action)
+        check_id(subscription_id)
         runner = self._service.find(subscription_id)
         explicit = [path for path, link in runner.sub.links.items() if link.explicit]
         authorise_all(identity, action, explicit, runner.config.pattern)
@@ -204,8 +166,8 @@ class SubscriptionRoutes:
 
     # -- wakes ---------------------------------------------------------------------------------------------
 
-    def _claim(self, exchange: Exchange, subscription_id: str, identify: Identify) -> None:
-        runner = self._find(identify(exchange), Action.CLAIM_WAKE, subscription_id)
+    def claim(self, exchange: Exchange, identity: Identity, subscription_id: str) -> None:
+        runner = self._find(identity, Action.CLAIM_WAKE, subscription_id)
         if runner.config.type != "pull-wake":
             raise invalid_subscription("only pull-wake subscriptions can be claimed; webhook wakes are sent")
         try:
@@ -225,19 +187,20 @@ class SubscriptionRoutes:
 
         self._service.claim(runner, worker, callback)
 
-    def _callback(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+    def callback(self, exchange: Exchange, _: Identify, subscription_id: str) -> None:
         self._answer_wake(exchange, subscription_id, "webhook")
 
-    def _ack(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+    def ack(self, exchange: Exchange, _: Identify, subscription_id: str) -> None:
         self._answer_wake(exchange, subscription_id, "pull-wake")
 
-    def _release(self, exchange: Exchange, subscription_id: str, _: Identify) -> None:
+    def release(self, exchange: Exchange, _: Identify, subscription_id: str) -> None:
         self._answer_wake(exchange, subscription_id, "pull-wake", release=True)
 
     def _answer_wake(
         self, exchange: Exchange, subscription_id: str, kind: str, *, release: bool = False
     ) -> None:
         """The wake's own token authorizes the request; it is checked before anything is revealed."""
+        check_id(subscription_id)
         token = keys.read_bearer_token(
             self._service.keys.token_key, exchange.headers.get(b"authorization"), subscription_id
         )
@@ -287,13 +250,116 @@ def _answer_next(exchange: Exchange) -> StepCallback:
         if error is not None:
             responses.respond_error(exchange, error)
         else:
-            body = orjson.dumps({"ok": True, "next_wake": step.wake is not None})
-            exchange.respond(200, JSON_HEAD, body)
+            body: WakeAnswered = {"ok": True, "next_wake": step.wake is not None}
+            exchange.respond(200, JSON_HEAD, orjson.dumps(body))
 
     return callback
 
 
-def _allow(exchange: Exchange, *methods: bytes) -> None:
-    if exchange.method not in methods:
-        allow = ", ".join([*(method.decode() for method in methods), "OPTIONS"])
-        raise TailraceError("method_not_allowed", f"method must be {allow}", headers=(("Allow", allow),))
+_KEYS: Final = Component("KeySet", obj({"keys": array(obj({"kty": STRING, "kid": STRING}))}))
+_CONFIG_EXAMPLE: Final[Json] = {
+    "type": "pull-wake",
+    "pattern": "orders/*",
+    "wake_stream": "wakes/orders",
+    "lease_ttl_ms": 30_000,
+}
+_ANSWER: Final = request(
+    WakeAnswerBody,
+    {
+        "wake_id": "w1",
+        "generation": 1,
+        "acks": [{"stream": "orders/1", "offset": "00000000000000000008000000"}],
+        "done": True,
+    },
+    "The progress of the worker.",
+)
+_ONE: Final = "/v1/stream/__ds/subscriptions/{id}"
+
+
+def _answer_route(handler: Handler, operation: str, summary: str, responses: dict[int, Json]) -> Route:
+    return Route(
+        *("POST", f"{_ONE}/{handler.__name__}", Action.ANSWER_WAKE, handler, operation, summary, responses),
+        errors=(401, 404, 409, 507),
+        body=_ANSWER,
+        description="Requires the token of the wake itself, also on servers without authentication.",
+        auth=Auth.BY_HANDLER,
+    )
+
+
+ROUTES: Final = route_group(
+    "subscriptions",
+    Route(
+        *("GET", "/v1/stream/__ds/jwks.json", Action.PUBLIC, SubscriptionRoutes.jwks, "readWebhookKeys"),
+        "Public keys of webhook signatures",
+        {
+            200: {
+                "description": "The keys.",
+                "headers": headers("Cache-Control"),
+                "content": {"application/jwk-set+json": {"schema": _KEYS}},
+            }
+        },
+        auth=Auth.BY_HANDLER,
+    ),
+    Route(
+        *("PUT", _ONE, Action.MANAGE_SUBSCRIPTION, SubscriptionRoutes.put, "createSubscription"),
+        "Create a subscription, or confirm its configuration",
+        {
+            200: answer("The subscription exists.", views.SubscriptionBody),
+            201: answer("The subscription was created.", views.SubscriptionBody),
+        },
+        errors=(404, 405, 409, 507),
+        body=request(SubscriptionRequest, _CONFIG_EXAMPLE, "The configuration."),
+    ),
+    Route(
+        *("GET", _ONE, Action.READ_SUBSCRIPTION, SubscriptionRoutes.get, "readSubscription"),
+        "Show a subscription",
+        {200: answer("The subscription.", views.SubscriptionBody)},
+        errors=(404,),
+    ),
+    Route(
+        *("DELETE", _ONE, Action.MANAGE_SUBSCRIPTION, SubscriptionRoutes.delete, "deleteSubscription"),
+        "Remove a subscription",
+        {204: answer("Removed, by this request or an earlier one.")},
+        errors=(409, 507),
+    ),
+    Route(
+        *(
+            "POST",
+            f"{_ONE}/streams",
+            Action.MANAGE_SUBSCRIPTION,
+            SubscriptionRoutes.add_streams,
+            "addStreams",
+        ),
+        "Add streams by name",
+        {204: answer("The streams are subscribed.")},
+        errors=(404, 409, 507),
+        body=request(StreamNames, {"streams": ["orders/1"]}, "Names of streams."),
+    ),
+    Route(
+        *("DELETE", f"{_ONE}/streams/{{name}}", Action.MANAGE_SUBSCRIPTION, SubscriptionRoutes.remove_stream),
+        "removeStream",
+        "Remove a stream that was added by name",
+        {204: answer("The stream is not subscribed by name.")},
+        errors=(404, 409, 507),
+    ),
+    Route(
+        *("POST", f"{_ONE}/claim", Action.CLAIM_WAKE, SubscriptionRoutes.claim, "claimWake"),
+        "Claim the work of a pull-wake subscription",
+        {200: answer("The work, and a token to report progress with.", views.ClaimedWake)},
+        errors=(404, 409, 507),
+        body=request(Claim, {"worker": "worker-1"}, "The worker."),
+    ),
+    _answer_route(
+        *(SubscriptionRoutes.callback, "answerWebhook", "A webhook's worker reports progress"),
+        {200: answer("The progress is stored.", WakeAnswered)},
+    ),
+    _answer_route(
+        *(SubscriptionRoutes.ack, "acknowledge", "A pull-wake worker reports progress"),
+        {200: answer("The progress is stored.", WakeAnswered)},
+    ),
+    _answer_route(
+        *(SubscriptionRoutes.release, "release", "A pull-wake worker releases the work"),
+        {204: answer("The work is released.")},
+    ),
+    place="first",
+)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 
 import msgspec
 import orjson
 
-from tailrace.auth import Action, Identity, authorise, visible_databases
+from tailrace.auth import Action, Identity, visible_databases
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
@@ -21,7 +21,26 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    STRING,
+    Component,
+    Count,
+    Json,
+    answer,
+    array,
+    closed,
+    counts,
+    headers,
+    nullable,
+    obj,
+    query,
+    request,
+)
 from tailrace.routing.responses import next_page_header, page_limit
+from tailrace.routing.table import Route, route_group
 from tailrace.watch import collection_registry, document, names
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import (
@@ -38,7 +57,6 @@ from tailrace.watch.collection import (
 from tailrace.watch.collection_registry import CollectionRegistry
 from tailrace.watch.realtime.gateway import Gateway
 
-COLLECTION_METHODS: Final = "GET, PUT, DELETE, HEAD, OPTIONS"
 CONFIG_BYTES: Final = 64 * 1024
 _SETTABLE_MEMBERS: Final = frozenset(
     {
@@ -68,12 +86,10 @@ class CollectionRoutes:
         self.on_rules: Callable[[Collection], None] | None = None
         self.on_removed: Callable[[Collection], None] | None = None
 
-    def serve_database(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method != b"PUT":
-            raise responses.method_not_allowed("PUT, OPTIONS")
-        authorise(identity, Action.MANAGE_DATABASE, db=database)
+    def create_database(self, exchange: Exchange, _: Identity, database: str) -> None:
         names.check_database(database)
-        head, body = responses.JSON_TYPE + responses.NO_STORE, orjson.dumps({"database": database})
+        head = responses.JSON_TYPE + responses.NO_STORE
+        body = orjson.dumps(CreatedDatabase(database=database))
         if database in self._registry.databases:
             exchange.respond(200, head, body)
             return
@@ -89,18 +105,14 @@ class CollectionRoutes:
         parts = [(names.collections_stream_name(database), [encode_database_entry(now_ns)])]
         append_to_streams(self._log, parts, now_ns, on_settled, None)
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str) -> None:
-        if method in (b"GET", b"HEAD"):
-            authorise(identity, Action.READ_DATABASE, db=database)
-            self._respond(exchange, 200, self._find_existing(database, name))
-        elif method == b"PUT":
-            authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._configure(exchange, database, names.check_collection(name))
-        elif method == b"DELETE":
-            authorise(identity, Action.MANAGE_DATABASE, db=database)
-            self._remove(exchange, self._find_existing(database, name))
-        else:
-            raise responses.method_not_allowed(COLLECTION_METHODS)
+    def show(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        self._respond(exchange, 200, self._find_existing(database, name))
+
+    def configure(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        self._configure(exchange, database, names.check_collection(name))
+
+    def delete(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
+        self._remove(exchange, self._find_existing(database, name))
 
     def _find_existing(self, database: str, name: str) -> Collection:
         collection = self._registry.find(database, names.check_collection(name))
@@ -293,26 +305,21 @@ def _read_slo(body: object) -> Slo | None:
     return slo
 
 
-LISTING_METHODS: Final = "GET, HEAD, OPTIONS"
-
-
 class DatabaseListingRoutes:
     def __init__(self, context: Context, registry: CollectionRegistry) -> None:
         self._limits = context.limits
         self._registry = registry
 
-    def databases(self, exchange: Exchange, identity: Identity, method: bytes) -> None:
+    def databases(self, exchange: Exchange, identity: Identity) -> None:
         """List the databases that the caller may access; others are not revealed."""
-        _check_method(method)
-        authorise(identity, Action.LIST_DATABASES)
         found = visible_databases(identity, self._registry.databases)
         page, head = self._page(exchange, "/v1/databases", found)
-        rows = [{"database": name, "collections": len(self._durable_collections(name))} for name in page]
+        rows: list[DatabaseListed] = [
+            {"database": name, "collections": len(self._durable_collections(name))} for name in page
+        ]
         exchange.respond(200, head, orjson.dumps(rows))
 
-    def collections(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        _check_method(method)
-        authorise(identity, Action.READ_DATABASE, db=database)
+    def collections(self, exchange: Exchange, _: Identity, database: str) -> None:
         self._registry.database(database)
         found = self._durable_collections(database)
         page, head = self._page(exchange, f"/v1/databases/{database}/collections", sorted(found))
@@ -344,23 +351,12 @@ class DatabaseListingRoutes:
         }
 
 
-def _check_method(method: bytes) -> None:
-    if method not in (b"GET", b"HEAD"):
-        raise responses.method_not_allowed(LISTING_METHODS)
-
-
-STATUS_METHODS = "GET, HEAD, OPTIONS"
-
-
 class StatusRoute:
     def __init__(self, registry: CollectionRegistry, gateway: Gateway) -> None:
         self._registry = registry
         self._gateway = gateway
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed(STATUS_METHODS)
-        authorise(identity, Action.READ_DATABASE, db=database)
+    def show(self, exchange: Exchange, _: Identity, database: str) -> None:
         found = self._registry.database(database)
         gateway = self._gateway
         body = {
@@ -393,3 +389,158 @@ class StatusRoute:
             "burn": {objective: round(value, 3) for objective, value in burn.items()},
             "reason": objectives.explain(collection, burn),
         }
+
+
+class DatabaseListed(TypedDict):
+    database: str
+    collections: Count
+
+
+class CreatedDatabase(TypedDict):
+    database: str
+
+
+_RULE: Final[Json] = {"type": ["string", "null"], "maxLength": 4096}
+_WINDOW: Final[Json] = {"type": ["string", "null"], "pattern": "^(0|[1-9][0-9]{0,8})[smhd]?$"}
+_STATE: Final[Json] = {"enum": ["live", "loading", "lagging", "stale"]}
+_COLLECTION_LISTED: Final = Component(
+    "CollectionListed",
+    obj(
+        {
+            "collection": STRING,
+            "source": STRING,
+            "state": _STATE,
+            **counts("partitions", "generation", "documents"),
+        }
+    ),
+)
+_COLLECTION: Final = Component(
+    "Collection",
+    obj(
+        {
+            "collection": STRING,
+            "database": STRING,
+            "source": STRING,
+            "state": _STATE,
+            "view": {"const": "full"},
+            "storeBefore": BOOLEAN,
+            "retention": STRING,
+            "tombstoneTtl": STRING,
+            "positions": array(COUNT),
+            "lag": array(COUNT),
+            "readRule": _RULE,
+            "writeRule": _RULE,
+            "slo": nullable(OBJECT),
+            **counts("partitions", "generation", "ruleVersion", "documents"),
+        }
+    ),
+)
+_DATABASE_STATUS: Final = Component(
+    "DatabaseStatus",
+    obj(
+        {
+            "database": STRING,
+            "connections": COUNT,
+            "watermark": {"type": "number"},
+            "collections": array(
+                obj(
+                    {
+                        "collection": STRING,
+                        "state": _STATE,
+                        "targets": OBJECT,
+                        "burn": OBJECT,
+                        "reason": STRING,
+                        **counts("generation", "documents", "lag", "subscriptions", "predicates"),
+                    }
+                )
+            ),
+        }
+    ),
+)
+_COLLECTION_CONFIG: Final = closed(
+    {},
+    {
+        "partitions": {"type": "integer", "minimum": 1, "maximum": 256},
+        "source": {"const": "native"},
+        "readRule": _RULE,
+        "writeRule": _RULE,
+        "replication": {
+            "type": ["object", "null"],
+            "properties": {"tombstoneFields": OBJECT},
+        },
+        "view": {"const": "full"},
+        "storeBefore": BOOLEAN,
+        "retention": _WINDOW,
+        "tombstoneTtl": _WINDOW,
+        "slo": {
+            "type": ["object", "null"],
+            "additionalProperties": False,
+            "properties": {
+                "deliveryMs": {"type": "integer", "minimum": 1},
+                "resumeRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+                "lagMs": {"type": "integer", "minimum": 1},
+                "bloomRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            },
+        },
+    },
+)
+_PAGE: Final = (
+    query("after", "Only names after this one."),
+    query("limit", "Rows on a page.", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}),
+)
+_DATABASE_PATH: Final = "/v1/databases/{db}"
+_PATH: Final = f"{_DATABASE_PATH}/collections/{{collection}}"
+ROUTES: Final = route_group(
+    "watch",
+    Route(
+        *("GET", "/v1/databases", Action.LIST_DATABASES, DatabaseListingRoutes.databases, "listDatabases"),
+        "List the databases that the caller may read, by name",
+        {200: answer("One page.", list[DatabaseListed], headers("Link"))},
+        parameters=_PAGE,
+    ),
+    Route(
+        *("GET", f"{_DATABASE_PATH}/collections", Action.READ_DATABASE, DatabaseListingRoutes.collections),
+        "listCollections",
+        "List the collections of a database, by name",
+        {200: answer("One page.", array(_COLLECTION_LISTED), headers("Link"))},
+        errors=(404,),
+        parameters=_PAGE,
+    ),
+    Route(
+        *("PUT", _DATABASE_PATH, Action.MANAGE_DATABASE, CollectionRoutes.create_database, "createDatabase"),
+        "Create a database",
+        {
+            201: answer("Created.", CreatedDatabase),
+            200: answer("The database exists.", CreatedDatabase),
+        },
+        errors=(507,),
+    ),
+    Route(
+        *("GET", _PATH, Action.READ_DATABASE, CollectionRoutes.show, "getCollection"),
+        "Configuration and progress of a collection",
+        {200: answer("The collection.", _COLLECTION)},
+        errors=(404,),
+    ),
+    Route(
+        *("PUT", _PATH, Action.MANAGE_DATABASE, CollectionRoutes.configure, "setCollection"),
+        "Create a collection, or change its rules",
+        {201: answer("Created.", _COLLECTION), 200: answer("Changed, or unchanged.", _COLLECTION)},
+        errors=(404, 409, 501, 507),
+        body=request(
+            _COLLECTION_CONFIG, {"partitions": 4, "readRule": "doc.public == true"}, "The configuration."
+        ),
+    ),
+    Route(
+        *("DELETE", _PATH, Action.MANAGE_DATABASE, CollectionRoutes.delete, "deleteCollection"),
+        "Delete a collection with all its documents and changes",
+        {204: answer("Deleted.")},
+        errors=(404, 409, 507),
+    ),
+    Route(
+        *("GET", f"{_DATABASE_PATH}/status", Action.READ_DATABASE, StatusRoute.show, "getDatabaseStatus"),
+        "Status of the collections of a database, with reasons",
+        {200: answer("The database.", _DATABASE_STATUS)},
+        errors=(404,),
+    ),
+    place="first",
+)

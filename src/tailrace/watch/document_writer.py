@@ -7,7 +7,7 @@ repeated under its idempotency key gets the result of the first one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 import orjson
@@ -18,6 +18,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.log.log import append_to_streams
 from tailrace.log.transaction import Transaction
+from tailrace.routing.openapi import Count, JsonObject
 from tailrace.watch import document, names
 from tailrace.watch.collection import NATIVE, Collection, encode_config_entry
 from tailrace.watch.collection_registry import CollectionRegistry
@@ -52,6 +53,19 @@ class DocumentWrite(NamedTuple):
     creates_tombstone: bool = False  # a delete of a missing document creates a tombstone with `data`
 
 
+class DocumentResult(TypedDict):
+    """The outcome of one write of a batch."""
+
+    path: str
+    status: Count
+    version: NotRequired[Count]
+    error: NotRequired[JsonObject]
+
+
+class DocumentResults(TypedDict):
+    results: list[DocumentResult]
+
+
 class WriteResult(msgspec.Struct):
     """The outcome of one write."""
 
@@ -61,8 +75,8 @@ class WriteResult(msgspec.Struct):
     updated_ms: int | None = None
     error: TailraceError | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"path": self.path, "status": self.status}
+    def to_json(self) -> DocumentResult:
+        found: DocumentResult = {"path": self.path, "status": self.status}
         if self.version is not None:
             found["version"] = self.version
         if self.error is not None:
@@ -137,9 +151,9 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename
     """The correct state of a document, and the seq that the view has of it."""
 
     id: str
-    seen: int | None
-    version: int
-    created_ms: int
+    seen: Count | None
+    version: Count
+    created_ms: Count
     deleted: bool
     data: Document  # of a tombstone: the last data
 

@@ -11,12 +11,12 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypedDict
 
 import msgspec
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.tasks import TaskSet
@@ -25,16 +25,17 @@ from tailrace.http.exchange import Exchange
 from tailrace.log.log import append_to_streams
 from tailrace.log.model import Lifetime
 from tailrace.log.transaction import Transaction
-from tailrace.protocol import stream_names
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import Count, JsonObject, answer, query, request
+from tailrace.routing.table import Route, route_group
 from tailrace.storage.retention_service import NO_END, RetentionBound
 from tailrace.watch import document_view, names
 from tailrace.watch.collection import NATIVE, Collection
 from tailrace.watch.collection_registry import CollectionRegistry
 from tailrace.watch.document_view import DocumentRow
-from tailrace.watch.document_writer import Correction, DocumentWriter, WriteResult
+from tailrace.watch.document_writer import Correction, DocumentResults, DocumentWriter, WriteResult
 from tailrace.watch.external_matching import (
     DELIVERIES_PREFIX,
     SUMMARIES_PREFIX,
@@ -260,7 +261,6 @@ class SubscriptionSummaries:
         await done
 
 
-JOB_KINDS: Final = ("summaries", "view", "corrections", "statistics")
 BODY_BYTES_MAX: Final = 5 * 1024 * 1024
 ROWS_MAX: Final = 1000
 ROWS_BYTES: Final = 4 * 1024 * 1024
@@ -313,27 +313,22 @@ class JobRoutes:
         self._summaries = summaries
         self._tasks = TaskSet()
 
-    def match_path(self, raw: bytes) -> tuple[str, str] | None:
-        """The database and route, if the path matches."""
-        path = stream_names.decode_name(raw)
-        database, _, kind = ("", "", "") if path is None else path.partition("/")
-        return (database, kind) if kind in JOB_KINDS else None
-
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, database: str, kind: str) -> None:
-        authorise(identity, Action.MANAGE_DATABASE, db=database)
-        reading = kind == "view"
-        if method not in ((b"GET", b"HEAD") if reading else (b"POST",)):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS" if reading else "POST, OPTIONS")
+    def announce(self, exchange: Exchange, identity: Identity, database: str) -> None:
         self._registry.database(database)
-        if reading:
-            _respond_json(exchange, self._rows(exchange, database))
-        elif kind == "summaries":
-            request = _read(exchange, SummariesRequest)
-            self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
-        elif kind == "statistics":
-            self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
-        else:
-            self._correct(exchange, database, _read(exchange, CorrectionsRequest))
+        request = _read(exchange, SummariesRequest)
+        self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
+
+    def view(self, exchange: Exchange, _: Identity, database: str) -> None:
+        self._registry.database(database)
+        _respond_json(exchange, self._rows(exchange, database))
+
+    def correct(self, exchange: Exchange, _: Identity, database: str) -> None:
+        self._registry.database(database)
+        self._correct(exchange, database, _read(exchange, CorrectionsRequest))
+
+    def record_statistics(self, exchange: Exchange, _: Identity, database: str) -> None:
+        self._registry.database(database)
+        self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
 
     def _spawn(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
         async def run() -> None:
@@ -437,3 +432,94 @@ def _read(exchange: Exchange, kind: type[Any]) -> Any:
         return msgspec.json.decode(exchange.body or b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TailraceError("invalid_request", f"invalid body: {error}") from None
+
+
+class JobSummaries(TypedDict):
+    gateway: str
+    stream: str
+    deliveries: str
+    offset: str
+    subscriptions: Count
+    expires: Count
+    token: str | None
+
+
+class ViewRow(TypedDict):
+    id: str
+    partition: Count
+    seq: Count
+    version: Count
+    createdAt: Count
+    updatedAt: Count
+    deleted: bool
+    data: JsonObject
+
+
+class ViewPage(TypedDict):
+    generation: Count
+    folder: str
+    purged: list[Annotated[list[Count], msgspec.Meta(min_length=2, max_length=2)]]
+    positions: list[Count]
+    rows: list[ViewRow]
+    next: str | None
+
+
+class RecordedStatistics(TypedDict):
+    collection: str
+    bloomRatio: float
+
+
+_CORRECTION: Final[Json] = {
+    "id": "o-1",
+    "seen": 7,
+    "version": 3,
+    "createdMs": 1767225600000,
+    "deleted": False,
+    "data": {"total": 5},
+}
+_DATABASE: Final = "/v1/databases/{db}"
+ROUTES: Final = route_group(
+    "watch",
+    Route(
+        *("POST", f"{_DATABASE}/summaries", Action.MANAGE_DATABASE, JobRoutes.announce, "announceWatchJob"),
+        "Enable summaries of all subscriptions for some time",
+        {200: answer("Their stream, and the offset up to which they are complete.", JobSummaries)},
+        errors=(404, 507),
+        body=request(SummariesRequest, {"seconds": 90}, "The duration."),
+    ),
+    Route(
+        *("GET", f"{_DATABASE}/view", Action.MANAGE_DATABASE, JobRoutes.view, "readView"),
+        "The rows of a collection view, including tombstones",
+        {200: answer("One page.", ViewPage)},
+        errors=(404,),
+        parameters=[
+            query("collection", "The collection."),
+            query("after", "The `next` of the previous page."),
+        ],
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/corrections", Action.MANAGE_DATABASE, JobRoutes.correct, "correctView"),
+        "Correct documents of a view that differ from the log",
+        {200: answer("The result of each write.", DocumentResults)},
+        errors=(404, 405, 507),
+        body=request(
+            CorrectionsRequest,
+            {"collection": "orders", "name": "rescan-1", "corrections": [_CORRECTION]},
+            "The documents as in the log.",
+        ),
+        description="A document that was written in the meantime is not changed. Idempotent.",
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/statistics", Action.MANAGE_DATABASE, JobRoutes.record_statistics),
+        "noteWatchStatistics",
+        "Report the quality of a Bloom filter that a job has built",
+        {200: answer("The ratio is stored.", RecordedStatistics)},
+        errors=(404, 507),
+        body=request(
+            StatisticsReport,
+            {"collection": "orders", "bloom": {"keys": 1000, "absent": 50_000, "wrong": 410}},
+            "The measured counts.",
+        ),
+    ),
+    place="first",
+)

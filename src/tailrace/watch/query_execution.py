@@ -12,6 +12,7 @@ import orjson
 
 from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
+from tailrace.routing.openapi import STRING, Component, Json, array, closed
 from tailrace.watch import document
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import Collection
@@ -211,3 +212,31 @@ def _is_ranked(value: Any) -> bool:
         return False
     rank, item = cast("list[Any]", value)
     return type(item) in kinds.get(rank, (int,))
+
+
+# By hand: a query is parsed with errors of its own.
+_VALUE: Final[Json] = {"type": ["null", "boolean", "number", "string", "array"]}
+_FIELD: Final[dict[str, Json]] = {
+    "field": STRING,
+    "fieldPath": array(STRING, minItems=1, maxItems=20),
+}
+DOCUMENT_QUERY: Final = Component(
+    "DocumentQuery",
+    closed(
+        {"collection": STRING},
+        {
+            "filters": array(
+                closed(
+                    {"op": {"enum": ["==", "!=", ">", ">=", "<", "<=", "in", "contains"]}, "value": _VALUE},
+                    _FIELD,
+                ),
+                maxItems=32,
+            ),
+            "where": {"type": "string", "maxLength": 4096},
+            "documents": array(STRING, maxItems=100),
+            "orderBy": array(closed({}, {**_FIELD, "direction": {"enum": ["asc", "desc"]}}), maxItems=8),
+            "limit": {"type": "integer", "minimum": 1, "maximum": 1000},
+            "cursor": STRING,
+        },
+    ),
+)

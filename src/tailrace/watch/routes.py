@@ -1,36 +1,50 @@
-"""The routes `/v1/databases/...`: collections, documents, batches and one-shot queries."""
+"""Routes of documents below `/v1/databases/{db}`: `docs`, `batch` and `query`."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
-from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import header_line, if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    STRING,
+    Component,
+    Count,
+    answer,
+    array,
+    closed,
+    counts,
+    header_param,
+    headers,
+    nullable,
+    obj,
+    params,
+    request,
+)
+from tailrace.routing.table import Route, route_group
 from tailrace.watch import document, names
-from tailrace.watch.collection_routes import CollectionRoutes, DatabaseListingRoutes, StatusRoute
 from tailrace.watch.document import Document, client_document
-from tailrace.watch.document_writer import DocumentWrite, DocumentWriter, WriteResult
-from tailrace.watch.query_execution import QueryExecutor
+from tailrace.watch.document_writer import DocumentResults, DocumentWrite, DocumentWriter, WriteResult
+from tailrace.watch.query_execution import DOCUMENT_QUERY, QueryExecutor
 from tailrace.watch.realtime.gateway import Gateway
 
-DATABASES_PATH: Final = b"/v1/databases"
-DATABASES_PREFIX: Final = DATABASES_PATH + b"/"
-DOCUMENT_METHODS: Final = "GET, PUT, PATCH, DELETE, HEAD, OPTIONS"
 BATCH_BYTES: Final = 5 * 1024 * 1024
 WRITE_ID_BYTES: Final = 128
 
 
-class DatabaseRoutes:
-    """Everything below `/v1/databases/`."""
+class DocumentRoutes:
+    """Documents: one, several, and those that match a query."""
 
     def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
         registry, access = gateway.registry, gateway.access
@@ -40,48 +54,13 @@ class DatabaseRoutes:
         self._access = access
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
-        self.collections = CollectionRoutes(context, registry, access)
-        self.listing = DatabaseListingRoutes(context, registry)
         self._queries = QueryExecutor(registry, access)
-        self._status = StatusRoute(registry, gateway)
         self._tasks = TaskSet()
-
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
-        """`raw` is what follows the prefix, percent-encoded."""
-        path = stream_names.decode_name(raw)
-        if path is None:
-            raise TailraceError("invalid_path", "the path must be UTF-8")
-        database, _, rest = path.partition("/")
-        kind, _, name = rest.partition("/")
-        if kind == "docs":
-            self._document(exchange, identity, method, database, name)
-        elif rest == "collections":
-            self.listing.collections(exchange, identity, method, database)
-        elif kind == "collections":
-            self.collections.serve(exchange, identity, method, database, name)
-        elif rest == "":
-            self.collections.serve_database(exchange, identity, method, database)
-        elif rest == "status":
-            self._status.serve(exchange, identity, method, database)
-        elif rest == "batch":
-            self._batch(exchange, identity, method, database)
-        elif rest == "query":
-            self._query(exchange, identity, method, database)
-        else:
-            raise TailraceError("not_found", "path not found")
 
     # -- one document ----------------------------------------------------------------------------------
 
-    def _document(
-        self, exchange: Exchange, identity: Identity, method: bytes, database: str, name: str
-    ) -> None:
-        if method in (b"GET", b"HEAD"):
-            authorise(identity, Action.READ_DATABASE, db=database)
-            self._read(exchange, identity, database, name)
-            return
-        if method not in (b"PUT", b"PATCH", b"DELETE"):
-            raise responses.method_not_allowed(DOCUMENT_METHODS)
-        authorise(identity, Action.WRITE_DATABASE, db=database)
+    def write(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
+        method = exchange.method
         path = names.split_document_path(name)
         data: Document | None = None
         if method != b"DELETE":
@@ -108,7 +87,7 @@ class DatabaseRoutes:
             database, [write], self._access.write_check(identity), on_written, write_id=_write_id(exchange)
         )
 
-    def _read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
+    def read(self, exchange: Exchange, identity: Identity, database: str, name: str) -> None:
         path = self._registry.split_path(database, name)
         absent = TailraceError("not_found", f"document {name!r} not found")
         collection = self._registry.find(database, path.collection)
@@ -135,10 +114,7 @@ class DatabaseRoutes:
 
     # -- several documents -----------------------------------------------------------------------------
 
-    def _batch(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        authorise(identity, Action.WRITE_DATABASE, db=database)
+    def batch(self, exchange: Exchange, identity: Identity, database: str) -> None:
         _check_type(exchange)
         value = read_object(exchange.body, BATCH_BYTES, {"atomic", "writes"})
         atomic, listed = value.get("atomic", False), value.get("writes")
@@ -197,10 +173,7 @@ class DatabaseRoutes:
             raise TailraceError("invalid_request", f"write {index}: a delete must not have data")
         return DocumentWrite(op, names.split_document_path(path), data, version, if_absent=absent)
 
-    def _query(self, exchange: Exchange, identity: Identity, method: bytes, database: str) -> None:
-        if method != b"POST":
-            raise responses.method_not_allowed("POST, OPTIONS")
-        authorise(identity, Action.READ_DATABASE, db=database)
+    def query(self, exchange: Exchange, identity: Identity, database: str) -> None:
         _check_type(exchange)
         value = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
         request = self._queries.prepare(identity, database, value)
@@ -239,7 +212,13 @@ def _respond_write(exchange: Exchange, result: WriteResult) -> None:
     if result.status == 204:
         exchange.respond(204, head)
         return
-    body = {"path": result.path, "version": result.version, "updatedAt": result.updated_ms}
+    assert result.version is not None
+    assert result.updated_ms is not None
+    body: DocumentWritten = {
+        "path": result.path,
+        "version": result.version,
+        "updatedAt": result.updated_ms,
+    }
     exchange.respond(result.status, head + responses.JSON_TYPE, orjson.dumps(body))
 
 
@@ -283,3 +262,119 @@ def _write_id(exchange: Exchange) -> str | None:
             header="idempotency-key",
         )
     return raw.decode("latin-1")
+
+
+class DocumentWritten(TypedDict):
+    path: str
+    version: Count
+    updatedAt: Count
+
+
+_DOCUMENT: Final = Component(
+    "Document",
+    obj(
+        {
+            "path": STRING,
+            "id": STRING,
+            "collection": STRING,
+            "data": OBJECT,
+            **counts("version", "createdAt", "updatedAt"),
+        }
+    ),
+)
+_DOCUMENT_BATCH: Final = Component(
+    "DocumentBatch",
+    closed(
+        {
+            "writes": array(
+                closed(
+                    {"op": {"enum": ["put", "patch", "delete"]}, "path": STRING},
+                    {"data": OBJECT, "ifVersion": COUNT, "ifAbsent": BOOLEAN},
+                ),
+                minItems=1,
+                maxItems=500,
+            )
+        },
+        {"atomic": BOOLEAN},
+    ),
+)
+_DOCUMENT_PAGE: Final = Component(
+    "DocumentPage",
+    obj({"documents": array(_DOCUMENT), "cursor": nullable(STRING), "positions": array(COUNT)}),
+)
+_WRITE_ID: Final = header_param(
+    "Idempotency-Key",
+    "A repeat within ten minutes gets the first response; another request with the same key gets 409.",
+    {"type": "string", "minLength": 1, "maxLength": WRITE_ID_BYTES},
+)
+_IF_MATCH: Final = header_param("If-Match", "The required version, in quotes, or `*`.")
+_IF_ABSENT: Final = header_param("If-None-Match", "`*`: only if it does not exist.", {"const": "*"})
+_TAGGED: Final = headers(always=("ETag",))
+_WRITE_ERRORS: Final = (404, 409, 412, 415, 501, 507)
+_DATABASE: Final = "/v1/databases/{db}"
+_PATH: Final = f"{_DATABASE}/docs/{{path}}"
+ROUTES: Final = route_group(
+    "watch",
+    Route(
+        *("GET", _PATH, Action.READ_DATABASE, DocumentRoutes.read, "getDocument"),
+        "A document",
+        {
+            200: answer("The document.", _DOCUMENT, _TAGGED),
+            304: answer("Not modified.", head=_TAGGED),
+        },
+        errors=(404, 501),
+        parameters=params("if-none-match"),
+    ),
+    Route(
+        *("PUT", _PATH, Action.WRITE_DATABASE, DocumentRoutes.write, "putDocument"),
+        "Create or replace a document",
+        {
+            201: answer("Created.", DocumentWritten, _TAGGED),
+            200: answer("Replaced.", DocumentWritten, _TAGGED),
+        },
+        errors=_WRITE_ERRORS,
+        parameters=[_WRITE_ID, _IF_MATCH, _IF_ABSENT],
+        body=request(OBJECT, {"total": 5}, "The document."),
+    ),
+    Route(
+        *("PATCH", _PATH, Action.WRITE_DATABASE, DocumentRoutes.write, "patchDocument"),
+        "Change some fields of a document",
+        {200: answer("Changed.", DocumentWritten, _TAGGED)},
+        errors=_WRITE_ERRORS,
+        parameters=[_WRITE_ID, _IF_MATCH],
+        body={
+            "description": "A merge patch (RFC 7396).",
+            "required": True,
+            "content": {"application/merge-patch+json": {"schema": OBJECT, "example": {"total": 6}}},
+        },
+    ),
+    Route(
+        *("DELETE", _PATH, Action.WRITE_DATABASE, DocumentRoutes.write, "deleteDocument"),
+        "Delete a document",
+        {204: answer("Deleted.", head=_TAGGED)},
+        errors=_WRITE_ERRORS,
+        parameters=[_WRITE_ID, _IF_MATCH],
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/batch", Action.WRITE_DATABASE, DocumentRoutes.batch, "writeDocuments"),
+        "Write several documents with one commit",
+        {200: answer("The result of each write.", DocumentResults)},
+        errors=(404, 409, 415, 501, 507),
+        parameters=[_WRITE_ID],
+        body=request(
+            _DOCUMENT_BATCH,
+            {"atomic": True, "writes": [{"op": "put", "path": "orders/o-1", "data": {"total": 5}}]},
+            "The writes, in order.",
+        ),
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/query", Action.READ_DATABASE, DocumentRoutes.query, "queryDocuments"),
+        "Documents that match now",
+        {200: answer("One page.", _DOCUMENT_PAGE)},
+        errors=(404, 415, 501),
+        body=request(
+            DOCUMENT_QUERY, {"collection": "orders", "where": "doc.total > 3", "limit": 10}, "The query."
+        ),
+    ),
+    place="first",
+)

@@ -8,23 +8,23 @@ from typing import Final
 
 from tailrace.auth import Identity, TokenVerifier
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.http.exchange import Exchange
 from tailrace.routing.context import Context
 from tailrace.watch import metrics
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import BeforeImageLimits, Collection, CounterRegistry
 from tailrace.watch.collection_registry import CollectionRegistry, reset_after_view_loss
+from tailrace.watch.collection_routes import CollectionRoutes, DatabaseListingRoutes, StatusRoute
 from tailrace.watch.document import Change
 from tailrace.watch.document_writer import DocumentWriter
 from tailrace.watch.external_jobs import JobRoutes, SubscriptionSummaries
 from tailrace.watch.maintenance import Maintenance
 from tailrace.watch.names import PartitionPatterns
 from tailrace.watch.realtime.gateway import Gateway
-from tailrace.watch.realtime.routes import SSE_PATH, WS_PATH, RealtimeRoutes
-from tailrace.watch.routes import DATABASES_PATH, DATABASES_PREFIX, DatabaseRoutes
-from tailrace.watch.rxdb.http_routes import REPLICATION_PREFIX, ReplicationRoutes
+from tailrace.watch.realtime.routes import RealtimeRoutes
+from tailrace.watch.routes import DocumentRoutes
+from tailrace.watch.rxdb.http_routes import ReplicationRoutes
 from tailrace.watch.rxdb.replication import Replication
-from tailrace.watch.rxdb.websocket import REPLICATION_WS_PATH, RealtimeStreams, ReplicationSocketRoute
+from tailrace.watch.rxdb.websocket import RealtimeStreams, ReplicationSocketRoute
 from tailrace.watch.sources.manager import SourceManager
 from tailrace.watch.sources.routes import SourceRoutes
 
@@ -32,24 +32,12 @@ from tailrace.watch.sources.routes import SourceRoutes
 class ReplicationService:
     def __init__(self, context: Context, gateway: Gateway, writer: DocumentWriter) -> None:
         self._replication = Replication(context, gateway, writer)
-        self._routes = ReplicationRoutes(self._replication)
-        self._socket = ReplicationSocketRoute(self._replication)
+        self.routes = (ReplicationRoutes(self._replication), ReplicationSocketRoute(self._replication))
         gateway.on_stream = RealtimeStreams(self._replication).start
         self._connect(context.telemetry)
 
     def start(self) -> None:
         self._replication.start()
-
-    def handles(self, path: bytes) -> bool:
-        return path.startswith(REPLICATION_PREFIX) or path == REPLICATION_WS_PATH
-
-    def serve(
-        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
-        if path == REPLICATION_WS_PATH:
-            self._socket.serve(exchange, method, identify)
-        else:
-            self._routes.serve(exchange, identify(exchange), method, path[len(REPLICATION_PREFIX) :])
 
     def on_changed(self, collection: Collection) -> None:
         """Documents or rules of the collection changed, or it was deleted."""
@@ -92,21 +80,27 @@ class WatchService:
         self.registry.restore = self.maintenance.views.restore
         self.registry.on_view_lost = self._on_view_lost
         self.registry.on_before_image_lost = self.gateway.on_before_image_lost
-        self._databases = DatabaseRoutes(context, self.gateway, self._writer)
-        self._databases.collections.on_rules = self._on_rules_changed
-        self._databases.collections.on_removed = self._on_removed
-        self._realtime = RealtimeRoutes(self.gateway)
+        collections = CollectionRoutes(context, self.registry, access)
+        collections.on_rules = self._on_rules_changed
+        collections.on_removed = self._on_removed
         self._replication = ReplicationService(context, self.gateway, self._writer)
         self._summaries = SubscriptionSummaries(context, self.gateway)
         self.maintenance.other_bounds = self._summaries.bounds
-        self._jobs = JobRoutes(context, self.registry, self._writer, self._summaries)
         self.sources = SourceManager(context, self.registry, self.gateway)
         self.sources.connect(context.telemetry)
         self.sources.on_changed = self._replication.on_changed
-        self._source_routes = SourceRoutes(context, self.sources)
         self.registry.on_applied = self._on_applied
         self.registry.on_page = self.gateway.on_page
-
+        self.routes: tuple[object, ...] = (
+            collections,
+            DatabaseListingRoutes(context, self.registry),
+            StatusRoute(self.registry, self.gateway),
+            DocumentRoutes(context, self.gateway, self._writer),
+            RealtimeRoutes(self.gateway),
+            *self._replication.routes,
+            JobRoutes(context, self.registry, self._writer, self._summaries),
+            SourceRoutes(context, self.sources),
+        )
         metrics.register_metrics(
             context.telemetry,
             self.gateway,
@@ -139,28 +133,6 @@ class WatchService:
     def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
         """Close connections whose token was revoked; returns how many."""
         return self.gateway.recheck(is_valid) + self._replication.recheck(is_valid)
-
-    def handles(self, path: bytes) -> bool:
-        ours = path.startswith(DATABASES_PREFIX) or path in (DATABASES_PATH, WS_PATH, SSE_PATH)
-        return ours or self._replication.handles(path)
-
-    def serve(
-        self, exchange: Exchange, method: bytes, path: bytes, identify: Callable[[Exchange], Identity]
-    ) -> None:
-        if path == WS_PATH:
-            self._realtime.websocket(exchange, method, identify)
-        elif path == SSE_PATH:
-            self._realtime.events(exchange, method, identify)
-        elif path == DATABASES_PATH:
-            self._databases.listing.databases(exchange, identify(exchange), method)
-        elif self._replication.handles(path):
-            self._replication.serve(exchange, method, path, identify)
-        elif (request := self._jobs.match_path(path[len(DATABASES_PREFIX) :])) is not None:
-            self._jobs.serve(exchange, identify(exchange), method, *request)
-        elif (source := self._source_routes.match_path(path[len(DATABASES_PREFIX) :])) is not None:
-            self._source_routes.serve(exchange, identify(exchange), method, *source)
-        else:
-            self._databases.serve(exchange, identify(exchange), method, path[len(DATABASES_PREFIX) :])
 
     def _on_rules_changed(self, collection: Collection) -> None:
         """Rules changed: results that clients have may be different now."""

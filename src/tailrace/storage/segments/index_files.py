@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -106,23 +106,29 @@ def sort_index_files(companions: Iterable[IndexFile]) -> tuple[IndexFile, ...]:
     return tuple(sorted(companions, key=lambda one: (one.family, one.first, one.last, one.object)))
 
 
+# Described for OpenAPI; checked when the publication is verified.
+StreamId = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": "^[0-9a-f]{32}$"})]
+Sha256 = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": "^[0-9a-f]{64}$"})]
+Count = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0})]
+
+
 class PublishInput(msgspec.Struct, frozen=True):
     """An input of a build: a segment or an index file."""
 
     object: str
-    sha256: str
+    sha256: Sha256
 
 
 class PublishedObject(msgspec.Struct, frozen=True):
     """An output of a build that is in the store: an index file, or a segment (`SEGMENT_FAMILY`)."""
 
     family: str
-    first: int
-    last: int
-    rows: int
+    first: Count
+    last: Count
+    rows: Count
     object: str
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Sha256
     stats: dict[str, Any] = {}
 
 
@@ -137,7 +143,7 @@ class UnbuildableInput(msgspec.Struct, frozen=True):
 class PublishRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a publication. It is repeated with the same bytes until there is a response."""
 
-    stream_id: str
+    stream_id: StreamId
     job: Literal["companions", "merge", "compact"]
     plan_hash: str
     inputs: list[PublishInput]

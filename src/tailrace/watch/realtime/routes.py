@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, TypedDict, cast
 from urllib.parse import parse_qs
 
 import orjson
@@ -15,7 +14,10 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.routing import responses
+from tailrace.routing.openapi import STRING, Count, Json, answer, array, obj, query, request
+from tailrace.routing.table import Auth, Identify, Route, route_group
 from tailrace.watch.query import read_query
+from tailrace.watch.query_execution import DOCUMENT_QUERY
 from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.gateway import Gateway
 from tailrace.watch.realtime.session import RealtimeSession, authenticate
@@ -30,8 +32,6 @@ from tailrace.watch.realtime.subscription import (
 from tailrace.watch.resume_tokens import Ticket
 from tailrace.watch.rxdb.websocket import stop_stream
 
-WS_PATH: Final = b"/realtime/ws"
-SSE_PATH: Final = b"/realtime/sse"
 SUBPROTOCOL: Final = b"tailrace.v1"
 MESSAGES_PER_S: Final = 50
 MESSAGES_BURST: Final = 200
@@ -213,10 +213,8 @@ class RealtimeRoutes:
         self._gateway = gateway
         self._origins = AllowedOrigins(gateway.context.settings)
 
-    def websocket(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+    def websocket(self, exchange: Exchange, identify: Identify) -> None:
         """Authentication is in the upgrade request or in the first message."""
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         query = self._query(exchange)
         if not exchange.wants_websocket():
             raise TailraceError(
@@ -243,38 +241,32 @@ class RealtimeRoutes:
         )
         client.session = RealtimeSession(self._gateway, transport, identity, database)
 
-    def _identify(self, exchange: Exchange, identify: Callable[[Exchange], Identity]) -> Identity:
+    def _identify(self, exchange: Exchange, identify: Identify) -> Identity:
         try:
             return identify(exchange)
         except TailraceError as error:
             self._gateway.count_auth_failure(error.code)
             raise
 
-    def events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+    def events(self, exchange: Exchange, identify: Identify) -> None:
         """204 stops an EventSource that reconnects to something it may no longer read."""
         try:
-            self._events(exchange, method, identify)
+            self._events(exchange, identify)
         except TailraceError as error:
-            reconnects = method == b"GET" and b"last-event-id" in exchange.headers
+            reconnects = exchange.method == b"GET" and b"last-event-id" in exchange.headers
             if not reconnects or error.code not in ("forbidden", "not_found"):
                 raise
             exchange.respond(204, responses.NO_STORE)
 
-    def _events(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
-        if method in (b"GET", b"HEAD"):
-            query = self._query(exchange)
-            if "ticket" in query:
-                identity, request = self._redeem_ticket(query["ticket"])
-            else:
-                identity = self._identify(exchange, identify)
-                _check_scope(identity)
-                request = _request_from_query(query)
-        elif method == b"POST":
+    def _events(self, exchange: Exchange, identify: Identify) -> None:
+        posted = exchange.method == b"POST"
+        query = {} if posted else self._query(exchange)
+        if "ticket" in query:
+            identity, request = self._redeem_ticket(query["ticket"])
+        else:
             identity = self._identify(exchange, identify)
             _check_scope(identity)
-            request = self._read_body(exchange)
-        else:
-            raise responses.method_not_allowed("GET, POST, HEAD, OPTIONS")
+            request = self._read_body(exchange) if posted else _request_from_query(query)
         database = request.get("database") or default_database(identity)
         if not isinstance(database, str):
             authorise(identity, Action.WATCH, db="")
@@ -285,7 +277,7 @@ class RealtimeRoutes:
         for one in listed:
             read_query(one.get("query"), live=True)  # reject invalid queries before the response starts
         accepts = exchange.headers.get(b"accept", b"")
-        if method == b"POST" and b"application/json" in accepts and b"text/event-stream" not in accepts:
+        if posted and b"application/json" in accepts and b"text/event-stream" not in accepts:
             self._issue_ticket(exchange, identity, {**request, "database": database})
             return
         self._check_room()
@@ -463,3 +455,67 @@ def _cursor_tokens(cursor: Any) -> dict[str, str]:
     except (ValueError, TypeError):
         return {}
     return cast("dict[str, str]", found) if isinstance(found, dict) else {}
+
+
+class IssuedTicket(TypedDict):
+    ticket: str
+    expiresAt: Count
+
+
+_EVENTS: Final[Json] = {"text/event-stream": {}}
+_SUBSCRIPTIONS: Final = obj(
+    {
+        "subscriptions": array(
+            obj({"id": STRING, "query": DOCUMENT_QUERY}), minItems=1, maxItems=SSE_SUBSCRIPTIONS_MAX
+        )
+    },
+    {"database": STRING},
+)
+_FLAG: Final[Json] = {"enum": ["0", "1"]}
+ROUTES: Final = route_group(
+    "watch",
+    Route(
+        *("GET", "/realtime/ws", Action.PUBLIC, RealtimeRoutes.websocket, "watchByWebSocket"),
+        "Live queries over a WebSocket",
+        {101: answer("The connection is a WebSocket now.")},
+        errors=(401, 403, 404, 426, 429),
+        parameters=[query("database", "The database, unless `auth` names it.")],
+        auth=Auth.BY_HANDLER,
+    ),
+    Route(
+        *("GET", "/realtime/sse", Action.WATCH, RealtimeRoutes.events, "watchByEvents"),
+        "One live query as server-sent events",
+        {200: {"description": "Envelopes as server-sent events.", "content": _EVENTS}},
+        errors=(404, 501),
+        parameters=[
+            query("database", "The database, if there are several."),
+            query("collection", "The collection; not with a ticket."),
+            query("filters", "A JSON array of filters."),
+            query("where", "An expression."),
+            query("snapshot", "`1`: first send all matching documents.", _FLAG),
+            query("includeData", "`0`: events without data.", _FLAG),
+            query("autoResync", "`1`: resynchronise automatically.", _FLAG),
+            query("cursor", "The `id` to continue from, as `Last-Event-ID`."),
+            query("ticket", "The ticket of a POST."),
+        ],
+        auth=Auth.BY_HANDLER,
+    ),
+    Route(
+        *("POST", "/realtime/sse", Action.WATCH, RealtimeRoutes.events, "watchSeveralByEvents"),
+        "Several live queries as server-sent events, or a ticket for them",
+        {
+            200: {
+                "description": "Envelopes as server-sent events.",
+                "content": {**_EVENTS, "application/json": {"schema": IssuedTicket}},
+            }
+        },
+        errors=(404, 501),
+        body=request(
+            _SUBSCRIPTIONS,
+            {"subscriptions": [{"id": "one", "query": {"collection": "orders"}, "sendSnapshot": True}]},
+            "The queries.",
+        ),
+        auth=Auth.BY_HANDLER,
+    ),
+    place="first",
+)

@@ -12,12 +12,27 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from tailrace.auth import Action, Identity, authorise
+from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import wait_event
 from tailrace.http.exchange import Exchange, ResponseStream
-from tailrace.protocol import stream_names
 from tailrace.routing import responses
+from tailrace.routing.openapi import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    STRING,
+    Component,
+    Json,
+    answer,
+    array,
+    closed,
+    nullable,
+    obj,
+    query,
+    request,
+)
+from tailrace.routing.table import Route, route_group
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
@@ -32,7 +47,6 @@ from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullReques
 
 logger = logging.getLogger("tailrace.watch")
 
-REPLICATION_PREFIX: Final = b"/replication/v1/databases/"
 HEARTBEAT_S: Final = 15.0
 UNSENT_BYTES_MAX: Final = 1024 * 1024
 _NUMBER: Final = re.compile(r"[0-9]{1,4}\Z")
@@ -96,31 +110,9 @@ class ReplicationRoutes:
         self._replication = replication
         self._limits = replication.limits
 
-    def serve(self, exchange: Exchange, identity: Identity, method: bytes, raw: bytes) -> None:
-        """`raw` is what follows the prefix, percent-encoded."""
-        path = stream_names.decode_name(raw)
-        if path is None:
-            raise TailraceError("invalid_path", "the path must be UTF-8")
-        database, _, verb = path.partition("/")
-        if verb == "push":
-            if method != b"POST":
-                raise responses.method_not_allowed("POST, OPTIONS")
-            authorise(identity, Action.REPLICATION_PUSH, db=database)
-            self._push(exchange, identity, database)
-            return
-        if verb not in ("pull", "stream"):
-            raise TailraceError("not_found", "path not found")
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
-        authorise(identity, Action.REPLICATION_PULL, db=database)
-        if verb == "pull":
-            self._pull(exchange, identity, database)
-        else:
-            self._stream(exchange, identity, database)
-
     # -- pull ------------------------------------------------------------------------------------------
 
-    def _pull(self, exchange: Exchange, identity: Identity, database: str) -> None:
+    def pull(self, exchange: Exchange, identity: Identity, database: str) -> None:
         params = read_params(exchange, _PULL)
         name = self._collection(database, params)
         limit, shape = read_limit(params.get("limit", str(LIMIT_DEFAULT))), read_shape(params)
@@ -163,7 +155,7 @@ class ReplicationRoutes:
 
     # -- push ------------------------------------------------------------------------------------------
 
-    def _push(self, exchange: Exchange, identity: Identity, database: str) -> None:
+    def push(self, exchange: Exchange, identity: Identity, database: str) -> None:
         kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise TailraceError("unsupported_media_type", "Content-Type must be application/json")
@@ -188,7 +180,7 @@ class ReplicationRoutes:
 
     # -- stream ----------------------------------------------------------------------------------------
 
-    def _stream(self, exchange: Exchange, identity: Identity, database: str) -> None:
+    def stream(self, exchange: Exchange, identity: Identity, database: str) -> None:
         params = read_params(exchange, _STREAM)
         name, shape = self._collection(database, params), read_shape(params)
         replication = self._replication
@@ -294,3 +286,94 @@ def read_shape(params: dict[str, Any]) -> DocumentShape:
     return DocumentShape(
         check_deleted_field(params.get("deletedField", DELETED_FIELD)), stamps in (True, "1", "true")
     )
+
+
+_FIELD_NAME: Final[Json] = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
+_CLIENT: Final[Json] = {"type": "string", "minLength": 1, "maxLength": CLIENT_CHARS_MAX}
+_ANY_DOCUMENT: Final = obj({"id": STRING})
+_CHECKPOINT: Final = Component("Checkpoint", obj({"updatedAt": COUNT, "id": STRING}, {"pos": STRING}))
+_PAGE: Final = Component(
+    "ReplicationPage",
+    obj(
+        {
+            "documents": array(_ANY_DOCUMENT),
+            "checkpoint": {"anyOf": [_CHECKPOINT, {"type": "null"}]},
+        }
+    ),
+)
+_PUSH_REQUEST: Final = Component(
+    "ReplicationPush",
+    closed(
+        {
+            "collection": STRING,
+            "rows": array(
+                obj(
+                    {"newDocumentState": _ANY_DOCUMENT},
+                    {"assumedMasterState": nullable(OBJECT)},
+                ),
+                maxItems=500,
+            ),
+        },
+        {"client": _CLIENT, "deletedField": _FIELD_NAME, "stamps": BOOLEAN},
+    ),
+)
+_CONFLICTS: Final = Component("ReplicationConflicts", obj({"conflicts": array(_ANY_DOCUMENT)}))
+_COLLECTION_PARAM: Final = query("collection", "The collection, such as `orders`.", required=True)
+_CHECKPOINT_PARAM: Final = query(
+    "checkpoint", "The checkpoint of the last page, as JSON. Default: the beginning."
+)
+SHAPE_PARAMS: Final = (
+    query("deletedField", "The field that marks deleted documents, `_deleted` by default.", _FIELD_NAME),
+    query(
+        "stamps",
+        "`0`: without `collection`, `version`, `createdAt` and `updatedAt`.",
+        {"enum": ["0", "1", "true", "false"]},
+    ),
+)
+_DATABASE: Final = "/replication/v1/databases/{db}"
+ROUTES: Final = route_group(
+    "replication",
+    Route(
+        *("GET", f"{_DATABASE}/pull", Action.REPLICATION_PULL, ReplicationRoutes.pull, "pullDocuments"),
+        "Documents that changed since a checkpoint",
+        {200: answer("A page of documents; one with fewer than `limit` is the last.", _PAGE)},
+        errors=(404, 410, 501),
+        parameters=[
+            _COLLECTION_PARAM,
+            _CHECKPOINT_PARAM,
+            query(
+                "limit",
+                "Maximum documents, 100 by default.",
+                {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
+            ),
+            *SHAPE_PARAMS,
+        ],
+    ),
+    Route(
+        *("POST", f"{_DATABASE}/push", Action.REPLICATION_PUSH, ReplicationRoutes.push, "pushDocuments"),
+        "Write documents, except for those that were changed in the meantime",
+        {200: answer("The current state of documents that were not written.", _CONFLICTS)},
+        errors=(404, 405, 415, 501, 507),
+        body=request(
+            _PUSH_REQUEST,
+            {
+                "collection": "orders",
+                "rows": [{"newDocumentState": {"id": "o-1", "total": 5}, "assumedMasterState": None}],
+            },
+            "The new state of each document, and the state the client assumes.",
+        ),
+    ),
+    Route(
+        *("GET", f"{_DATABASE}/stream", Action.REPLICATION_PULL, ReplicationRoutes.stream, "followDocuments"),
+        "Changed documents as server-sent events",
+        {200: {"description": "Pages of documents, or `RESYNC`.", "content": {"text/event-stream": {}}}},
+        errors=(404, 410, 501),
+        parameters=[
+            _COLLECTION_PARAM,
+            _CHECKPOINT_PARAM,
+            query("client", "The client id: changes pushed by the same `client` are not sent.", _CLIENT),
+            *SHAPE_PARAMS,
+        ],
+    ),
+    place="first",
+)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple, cast
 
 import orjson
@@ -24,7 +24,8 @@ from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.websocket import WebSocketConnection
 from tailrace.protocol.websocket_frames import CONTINUATION, TEXT, encode_frame
-from tailrace.routing import responses
+from tailrace.routing.openapi import answer, query
+from tailrace.routing.table import Auth, Identify, Route, route_group
 from tailrace.watch import document, names
 from tailrace.watch.document import Document
 from tailrace.watch.realtime import envelopes
@@ -32,13 +33,12 @@ from tailrace.watch.realtime.envelopes import Envelope
 from tailrace.watch.realtime.session import RealtimeSession
 from tailrace.watch.realtime.subscription import MessageRefusedError, check_subscription_id, default_database
 from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
-from tailrace.watch.rxdb.http_routes import read_limit, read_params, read_shape
+from tailrace.watch.rxdb.http_routes import SHAPE_PARAMS, read_limit, read_params, read_shape
 from tailrace.watch.rxdb.protocol import read_checkpoint, read_push_rows
 from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication
 
 logger = logging.getLogger("tailrace.watch")
 
-REPLICATION_WS_PATH: Final = b"/replication/ws"
 ID_CHARS_MAX: Final = 256
 COLLECTIONS_MAX: Final = 100  # per connection
 WAITING_MAX: Final = 64  # frames; above it the socket is not read
@@ -403,10 +403,8 @@ class ReplicationSocketRoute:
         self._replication = replication
         self._origins = AllowedOrigins(replication.context.settings)
 
-    def serve(self, exchange: Exchange, method: bytes, identify: Callable[[Exchange], Identity]) -> None:
+    def websocket(self, exchange: Exchange, identify: Identify) -> None:
         """Authentication is in the upgrade request or in an `auth` message."""
-        if method not in (b"GET", b"HEAD"):
-            raise responses.method_not_allowed("GET, HEAD, OPTIONS")
         replication = self._replication
         params = read_params(exchange, _PARAMS)
         shape = read_shape(params)
@@ -552,3 +550,17 @@ def stop_stream(session: RealtimeSession, message_id: str | None, payload: dict[
     task.cancel()
     session.send(envelopes.reply("unsubscribe_ack", message_id, {"status": "ok"}))
     return True
+
+
+ROUTES: Final = route_group(
+    "replication",
+    Route(
+        *("GET", "/replication/ws", Action.PUBLIC, ReplicationSocketRoute.websocket, "replicateByWebSocket"),
+        "The WebSocket protocol of RxDB's replication",
+        {101: answer("The connection is a WebSocket now.")},
+        errors=(401, 403, 404, 426, 429),
+        parameters=[query("database", "The database, if there are several."), *SHAPE_PARAMS],
+        auth=Auth.BY_HANDLER,
+    ),
+    place="first",
+)

@@ -1,29 +1,56 @@
-"""Building blocks of the OpenAPI document: values, objects, operations, shared headers and parameters."""
+"""Building blocks of the rows' OpenAPI descriptions: schemas, parameters, headers, responses.
+
+A schema is a Python type, from which msgspec generates it (the Struct that decodes a request, the TypedDict
+of a response), a `Component` for what no type can say, or a JSON Schema with these in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
 
 from tailrace.common.errors import ERROR_STATUS, RETRY_AFTER_S
 
 Json = dict[str, object]
+Schema = Any  # see above
+
+# Types of the fields of responses.
+Count = Annotated[int, msgspec.Meta(ge=0)]
+# Numbers that may outgrow what scripts can hold travel as text.
+CountText = Annotated[str, msgspec.Meta(pattern="^(-1|[0-9]+)$")]
+Instant = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
+OffsetText = Annotated[str, msgspec.Meta(pattern="^[0-7][0-9A-HJKMNP-TV-Z]{25}$")]
+JsonObject = dict[str, Any]
+
+
+class Component(msgspec.Struct, frozen=True):
+    """A named schema that is written by hand."""
+
+    name: str
+    schema: Json
+
 
 STRING: Final[Json] = {"type": "string"}
 BOOLEAN: Final[Json] = {"type": "boolean"}
 COUNT: Final[Json] = {"type": "integer", "minimum": 0}
-# Numbers that may outgrow what scripts can hold travel as text.
 COUNT_TEXT: Final[Json] = {"type": "string", "pattern": "^(-1|[0-9]+)$"}
 TRUE: Final[Json] = {"const": "true"}
 INSTANT: Final[Json] = {"type": "string", "format": "date-time"}
 OBJECT: Final[Json] = {"type": "object"}
 
 
+OFFSET: Final[Json] = {"type": "string", "pattern": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$"}
+WINDOW: Final[Json] = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,15})[smhd]?$"}
+WHOLE: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
+
+
 def nullable(shape: Json) -> Json:
     return {**shape, "type": [shape["type"], "null"]}
 
 
-def obj(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
+def obj(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None, **more: object) -> Json:
     """An object schema; further keys are allowed unless `more` forbids them."""
     shape: Json = {"type": "object", "properties": {**required, **(optional or {})}, **more}
     if required:
@@ -31,12 +58,14 @@ def obj(required: dict[str, Json], optional: dict[str, Json] | None = None, **mo
     return shape
 
 
-def closed(required: dict[str, Json], optional: dict[str, Json] | None = None, **more: object) -> Json:
+def closed(
+    required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None, **more: object
+) -> Json:
     """An object schema of a request: unknown keys are refused."""
     return obj(required, optional, additionalProperties=False, **more)
 
 
-def array(items: Json, **more: object) -> Json:
+def array(items: Schema, **more: object) -> Json:
     return {"type": "array", "items": items, **more}
 
 
@@ -47,11 +76,6 @@ def counts(*names: str) -> dict[str, Json]:
 def texts(*names: str) -> dict[str, Json]:
     return dict.fromkeys(names, COUNT_TEXT)
 
-
-# Errors that any request may get.
-ALWAYS: Final = (400, 408, 413, 500, 503)
-# And these, where it matters who asks: 429 if that is too much for one identity.
-GUARDED: Final = (*ALWAYS, 401, 403, 429)
 
 _EXTRA_HEADERS: Final[dict[int, tuple[str, ...]]] = {
     401: ("WWW-Authenticate",),
@@ -70,10 +94,6 @@ def ref(kind: str, name: str) -> Json:
     return {"$ref": f"#/components/{kind}/{name}"}
 
 
-def schema(name: str) -> Json:
-    return ref("schemas", name)
-
-
 def param(
     place: str, name: str, about: str, shape: Json | None = None, *, required: bool = False, **more: object
 ) -> Json:
@@ -85,6 +105,11 @@ def query(
     name: str, about: str, shape: Json | None = None, *, required: bool = False, **more: object
 ) -> Json:
     return param("query", name, about, shape, required=required, **more)
+
+
+def header_param(name: str, about: str, shape: Json | None = None, *, example: str | None = None) -> Json:
+    found = param("header", name, about, shape)
+    return found if example is None else {**found, "example": example}
 
 
 def params(*names: str) -> list[Json]:
@@ -100,7 +125,7 @@ def headers(*names: str, always: Sequence[str] = ()) -> Json:
     return found
 
 
-def answer(about: str, body: Json | None = None, head: Json | None = None, example: object = None) -> Json:
+def answer(about: str, body: Schema | None = None, head: Json | None = None, example: object = None) -> Json:
     """A response, with a JSON body if `body` is given."""
     found: Json = {"description": about}
     if head:
@@ -110,11 +135,11 @@ def answer(about: str, body: Json | None = None, head: Json | None = None, examp
     return found
 
 
-def json_content(body: Json, example: object = None) -> Json:
+def json_content(body: Schema, example: object = None) -> Json:
     return {"application/json": {"schema": body} | ({} if example is None else {"example": example})}
 
 
-def request(body: Json, example: object, about: str) -> Json:
+def request(body: Schema, example: object, about: str) -> Json:
     return {"description": about, "required": True, "content": json_content(body, example)}
 
 
@@ -122,49 +147,22 @@ def refusals(statuses: Iterable[int]) -> Json:
     return {str(status): ref("responses", f"Error{status}") for status in sorted(set(statuses))}
 
 
-def operation(
-    identifier: str,
-    tag: str,
-    about: str,
-    answers: Json,
-    errors: Iterable[int] = (),
-    *,
-    scope: str | None = None,
-    parameters: Sequence[Json] = (),
-    body: Json | None = None,
-    more: str = "",
-) -> Json:
-    """One method of a path. Without a scope it is public."""
-    common = ALWAYS if scope is None else GUARDED
-    found: Json = {
-        "operationId": identifier,
-        "tags": [tag],
-        "summary": about,
-        "responses": refusals({*common, *errors}) | answers,
-    }
-    if more:
-        found["description"] = more
-    if parameters:
-        found["parameters"] = list(parameters)
-    if body is not None:
-        found["requestBody"] = body
-    # A server without authentication asks for nothing.
-    found["security"] = [] if scope is None else [{"bearer": [scope] if scope else []}, {}]
-    return found
-
-
-def without_body(get: Json, identifier: str) -> Json:
-    """The HEAD operation of a GET: the same statuses and headers, no body."""
-    found = {**get, "operationId": identifier, "summary": f"{get['summary']}, headers only"}
-    answers = cast("dict[str, Json]", get["responses"])
-    bare: Json = {}
-    for status, given in answers.items():
-        reference = given.get("$ref")
-        if reference is None:
-            bare[status] = {key: value for key, value in given.items() if key != "content"}
-        else:
-            bare[status] = ref("responses", f"Bare{str(reference).rpartition('/')[2]}")
-    return found | {"responses": bare}
+ERROR: Final = Component(
+    "Error",
+    obj(
+        {
+            "error": obj(
+                {"code": {"enum": sorted(ERROR_STATUS)}, "message": STRING},
+                {
+                    "header": STRING,
+                    "earliest_offset": OFFSET,
+                    "outcome": {"enum": ["unknown", "not_applied"]},
+                },
+                description="Test for `code`; some errors have further fields.",
+            )
+        }
+    ),
+)
 
 
 def error_responses() -> Json:
@@ -180,36 +178,12 @@ def error_responses() -> Json:
         ]
         about = "Refused: " + ", ".join(f"`{code}`" for code in codes)
         fields = obj({"code": {"enum": codes}, "message": STRING})
-        body: Json = {"allOf": [schema("Error"), obj({"error": fields})]}
+        body: Json = {"allOf": [ERROR, obj({"error": fields})]}
         example = {"error": {"code": codes[0], "message": "a readable description of the error"}}
         found[f"Error{status}"] = answer(about, body, headers(*names), example)
         found[f"BareError{status}"] = answer(about, None, headers(*names))
     return found
 
-
-OFFSET: Final[Json] = {"type": "string", "pattern": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$"}
-WINDOW: Final[Json] = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,15})[smhd]?$"}
-WHOLE: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
-DATABASE: Final = param(
-    "path", "db", "The database.", {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"}
-)
-
-SCHEMAS: Final[Json] = {
-    "Error": obj(
-        {
-            "error": obj(
-                {"code": {"enum": sorted(ERROR_STATUS)}, "message": STRING},
-                {
-                    "header": STRING,
-                    "earliest_offset": OFFSET,
-                    "outcome": {"enum": ["unknown", "not_applied"]},
-                },
-                description="Test for `code`; some errors have further fields.",
-            )
-        }
-    ),
-    "Offset": OFFSET | {"description": "Opaque, 26 characters; compares as text."},
-}
 
 _HEADERS: Final[dict[str, tuple[str, Json]]] = {
     "Stream-Next-Offset": ("the offset to continue from", OFFSET),
@@ -269,7 +243,13 @@ _NAME_ABOUT = (
     "without control characters. A slash may be written literally or as `%2F`."
 )
 
+_SEGMENT: Final[Json] = {"type": "string", "pattern": "^[a-z][a-z0-9_-]{0,62}$"}
+
 PARAMETERS: Final[Json] = {
+    "db": param("path", "db", "The database.", _SEGMENT),
+    "source": param("path", "source", "The source.", _SEGMENT),
+    "collection": param("path", "collection", "An odd number of segments, such as `orders`."),
+    "path": param("path", "path", "An even number of segments, such as `orders/o-1`."),
     "name": param("path", "name", _NAME_ABOUT, {"type": "string", "minLength": 1, "maxLength": 1024}),
     "key": param("path", "key", "A routing key, one path segment.", {"type": "string", "minLength": 1}),
     "id": param(

@@ -1,40 +1,27 @@
-"""`_schema` and `_profile` of a stream."""
+"""JSON Schemas of `_schema` and `_profile` for the OpenAPI document.
+
+By hand: both documents are validated by code of their own, with rules that no type can express.
+"""
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Final
 
-from tailrace.server.openapi.components import (
-    BOOLEAN,
-    COUNT,
-    OBJECT,
-    STRING,
-    Json,
-    answer,
-    array,
-    closed,
-    obj,
-    operation,
-    params,
-    query,
-    request,
-    schema,
-)
+from tailrace.routing.openapi import BOOLEAN, COUNT, OBJECT, STRING, Component, Json, array, closed, obj
 
-TAG: Final = "registry"
-POINTER: Final[Json] = {"type": "string", "description": "JSON pointer, RFC 6901."}
+_POINTER: Final[Json] = {"type": "string", "description": "JSON pointer, RFC 6901."}
 _FLAGS: Final = ("exact", "prefix", "column", "exists", "sortable", "aggregatable", "positions", "contains")
 _OPS: Final = (
     *("rename", "copy", "add", "remove", "hoist", "plunge", "wrap", "head", "convert", "in", "map"),
 )
-VERSION: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
+_VERSION: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
 _NAMED: Final[Json] = {"pattern": "^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$"}
 
-_FIELD: Final[Json] = closed(
+_SEARCH_FIELD: Final[Json] = closed(
     {
         "kind": {"enum": ["keyword", "text", "integer", "float", "date", "bool"]},
         "bindings": array(
-            closed({"version": {"type": "integer", "minimum": 1}, "jsonPointer": POINTER}), minItems=1
+            closed({"version": {"type": "integer", "minimum": 1}, "jsonPointer": _POINTER}), minItems=1
         ),
     },
     {
@@ -64,7 +51,7 @@ _DEFAULT_FIELD: Final[Json] = {
     "anyOf": [STRING, closed({"field": STRING}, {"boost": {"type": "number", "exclusiveMinimum": 0}})]
 }
 
-_REGISTRY_EXAMPLE: Final[Json] = {
+REGISTRY_EXAMPLE: Final[Json] = {
     "schema": {
         "type": "object",
         "properties": {
@@ -102,15 +89,15 @@ _REGISTRY_EXAMPLE: Final[Json] = {
         },
     },
 }
-
-SCHEMAS: Final[Json] = {
-    "RoutingKey": closed({"jsonPointer": POINTER, "required": BOOLEAN}),
-    "SearchConfig": closed(
+_ROUTING_KEY: Final = Component("RoutingKey", closed({"jsonPointer": _POINTER, "required": BOOLEAN}))
+_SEARCH_CONFIG: Final = Component(
+    "SearchConfig",
+    closed(
         {
             "fields": {
                 "type": "object",
                 "propertyNames": _NAMED,
-                "additionalProperties": _FIELD,
+                "additionalProperties": _SEARCH_FIELD,
                 "minProperties": 1,
                 "maxProperties": 500,
             }
@@ -124,30 +111,39 @@ SCHEMAS: Final[Json] = {
             "rollups": {"type": "object", "additionalProperties": _ROLLUP, "maxProperties": 64},
         },
     ),
-    "Lens": closed(
+)
+_LENS: Final = Component(
+    "Lens",
+    closed(
         {
             "apiVersion": {"const": "durable.lens/v1"},
             "schema": STRING,
-            "from": VERSION,
-            "to": VERSION,
+            "from": _VERSION,
+            "to": _VERSION,
             "ops": array(obj({"op": {"enum": list(_OPS)}}), minItems=1, maxItems=1000),
         },
         {"description": STRING},
         description="Converts records of one version to the next.",
     ),
-    "SchemaUpdate": closed(
+)
+SCHEMA_UPDATE: Final = Component(
+    "SchemaUpdate",
+    closed(
         {},
         {
             "apiVersion": {"const": "durable.streams/schema-registry/v1"},
             "schema": {"description": "JSON Schema of the next version.", "type": ["object", "boolean"]},
-            "lens": schema("Lens"),
-            "routingKey": {"anyOf": [schema("RoutingKey"), {"type": "null"}]},
-            "search": {"anyOf": [schema("SearchConfig"), {"type": "null"}]},
+            "lens": _LENS,
+            "routingKey": {"anyOf": [_ROUTING_KEY, {"type": "null"}]},
+            "search": {"anyOf": [_SEARCH_CONFIG, {"type": "null"}]},
         },
         description="At least one of `schema`, `routingKey` and `search`; null clears the latter two.",
         minProperties=1,
     ),
-    "Registry": obj(
+)
+REGISTRY: Final = Component(
+    "Registry",
+    obj(
         {
             "apiVersion": STRING,
             "schema": {"type": "string", "description": "The stream's name."},
@@ -156,15 +152,12 @@ SCHEMAS: Final[Json] = {
             "schemas": {"type": "object", "additionalProperties": {"type": ["object", "boolean"]}},
             "lenses": {"type": "object", "additionalProperties": OBJECT},
         },
-        {"routingKey": schema("RoutingKey"), "search": schema("SearchConfig")},
+        {"routingKey": _ROUTING_KEY, "search": _SEARCH_CONFIG},
     ),
-    "ProfileUpdate": closed(
-        {"profile": schema("Profile")}, {"apiVersion": {"const": "durable.streams/profile/v1"}}
-    ),
-    "ProfileResource": obj(
-        {"apiVersion": {"const": "durable.streams/profile/v1"}, "profile": schema("Profile")}
-    ),
-    "Profile": obj(
+)
+_PROFILE: Final = Component(
+    "Profile",
+    obj(
         {"kind": {"enum": ["generic", "evlog", "metrics", "otel-traces", "state-protocol"]}},
         {
             "redactKeys": array(STRING, maxItems=64),
@@ -188,67 +181,10 @@ SCHEMAS: Final[Json] = {
             ),
         },
     ),
-}
-
-_ERRORS: Final = (404, 410, 429)
-
-
-_ADOPT: Final = query(
-    "adopt",
-    "If the stream has entries and the update has its first schema or a profile: check every entry, "
-    "and install it from the first entry on. If an entry is invalid, the error names it and nothing changes.",
-    {"enum": ["true", "false"]},
 )
-
-
-def _with_progress(shown: Json) -> Json:
-    """A response that may be streamed line by line while entries are checked."""
-    lines = "Lines of JSON: `checked` and `total` during the check, then `result` or `error`."
-    content = cast("Json", shown["content"])
-    return {
-        **shown,
-        "content": {**content, "application/x-ndjson": {"schema": {**STRING, "description": lines}}},
-    }
-
-
-def registry_paths() -> Json:
-    shown = answer("The registry.", schema("Registry"))
-    profile = answer("The profile.", schema("ProfileResource"))
-    return {
-        "/v1/stream/{name}/_schema": {
-            "parameters": params("name"),
-            "get": operation("readSchema", TAG, "Show the registry", {"200": shown}, _ERRORS, scope="read"),
-            "post": operation(
-                "updateSchema",
-                TAG,
-                "Add a schema version, set the routing key or the search configuration",
-                {"200": _with_progress(shown)},
-                (*_ERRORS, 405, 409, 507),
-                scope="manage",
-                parameters=[_ADOPT],
-                body=request(
-                    schema("SchemaUpdate"),
-                    _REGISTRY_EXAMPLE,
-                    "The changes; absent fields are left as they are.",
-                ),
-            ),
-        },
-        "/v1/stream/{name}/_profile": {
-            "parameters": params("name"),
-            "get": operation("readProfile", TAG, "Show the profile", {"200": profile}, _ERRORS, scope="read"),
-            "post": operation(
-                "installProfile",
-                TAG,
-                "Install a profile, or change its configuration",
-                {"200": _with_progress(profile)},
-                (*_ERRORS, 405, 409, 507),
-                scope="manage",
-                parameters=[_ADOPT],
-                body=request(
-                    schema("ProfileUpdate"),
-                    {"profile": {"kind": "state-protocol", "touch": {"enabled": True}}},
-                    "The profile.",
-                ),
-            ),
-        },
-    }
+PROFILE_UPDATE: Final = Component(
+    "ProfileUpdate", closed({"profile": _PROFILE}, {"apiVersion": {"const": "durable.streams/profile/v1"}})
+)
+PROFILE_RESOURCE: Final = Component(
+    "ProfileResource", obj({"apiVersion": {"const": "durable.streams/profile/v1"}, "profile": _PROFILE})
+)

@@ -1,1 +1,0 @@
-"""The OpenAPI description of the HTTP API."""
