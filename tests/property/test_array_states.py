@@ -61,10 +61,10 @@ def summary_of(numbers: list[Any], *, histogram: bool, is_whole: bool) -> Summar
 def check(found: SummaryArray, expected: list[Summary]) -> None:
     texts = join_texts(summary_pieces(found)).to_pylist()
     for row, one in enumerate(expected):
-        assert texts[row] == orjson.dumps(one.shown(method=False))
+        assert texts[row] == orjson.dumps(one.to_json(method=False))
         again = found.summary(row)
         assert (again.total, again.count, again.sketch) == (one.total, one.count, one.sketch)
-        assert again.shown(method=False) == one.shown(method=False)
+        assert again.to_json(method=False) == one.to_json(method=False)
 
 
 @given(everything, st.lists(st.integers(0, 2), min_size=GROUPS, max_size=GROUPS))

@@ -175,7 +175,7 @@ class ManifestMachine(RuleBasedStateMachine):
             self.epochs = (*self.epochs, (self.epochs[-1][0] + 1, self.through + 1))
 
         async def work(manifests: ManifestStore, objects: ObjectStore) -> ManifestHead:
-            return await manifests.adopt(STREAM, self.epochs)
+            return await manifests.take_fence(STREAM, self.epochs)
 
         head = self.attempt(work, crash)
         self.as_of = 0

@@ -60,7 +60,7 @@ class Writer:
     async def _load(self, manifests: ManifestStore) -> StoredHead | None:
         stored = await manifests.load(STREAM)
         if stored is not None and stored.head.fence < manifests.fence:
-            await manifests.adopt(STREAM)
+            await manifests.take_fence(STREAM)
             stored = await manifests.load(STREAM)
         return stored
 

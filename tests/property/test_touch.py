@@ -145,7 +145,7 @@ class TouchMachine(RuleBasedStateMachine):
         absorbed = self.state.journal.absorbed
         self.state.budget.begin_batch(len(self.entries) - absorbed)
         for sequence in range(absorbed, min(len(self.entries), absorbed + most)):
-            self.state.absorb(sequence, self.entries[sequence])
+            self.state.apply(sequence, self.entries[sequence])
         if wakes:
             self.state.flush()
 
@@ -169,7 +169,7 @@ class TouchMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1, 100, 100_000]))
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.state.tidy()
+        self.state.expire_templates()
         self.note_periods()
         self.state.expire()
 
@@ -274,7 +274,7 @@ class TouchMachine(RuleBasedStateMachine):
         """In the end everybody is told: who still waits was touched by nothing."""
         absorbed = self.state.journal.absorbed
         for sequence in range(absorbed, len(self.entries)):
-            self.state.absorb(sequence, self.entries[sequence])
+            self.state.apply(sequence, self.entries[sequence])
         self.state.flush()
         for one in self.pending:
             if one.answer is None:

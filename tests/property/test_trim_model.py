@@ -221,7 +221,7 @@ class TrimMachine(RuleBasedStateMachine):
         """Objects of removed streams, and of what retention took away."""
         db = self.log.log.store.db
         trims = [number for number, _ in db.trims.pending(0, 100)]
-        graves = [grave.number for grave in db.cold.graves(0, 100)]
+        graves = [grave.number for grave in db.cold.deleted_streams(0, 100)]
         if trims:
             report = self.job("trim", trims)
             if told:
@@ -252,7 +252,9 @@ class TrimMachine(RuleBasedStateMachine):
             self.fold()
             self.collect(True)
             self.fold()
-            rows = self.log.log.store.db.trims.pending(0, 1) or self.log.log.store.db.cold.graves(0, 1)
+            rows = self.log.log.store.db.trims.pending(0, 1) or self.log.log.store.db.cold.deleted_streams(
+                0, 1
+            )
             quiet = not rows and before == [known.earliest for known in self.streams.values()]
         self.check_bucket()
 

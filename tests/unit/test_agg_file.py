@@ -63,7 +63,7 @@ def shown(file: RollupFile, asked: AggregateRequest) -> dict[tuple[int, Any], An
     assert states.add_file(file, rollup_selection(asked))
     return {
         (instant_ms(window["start"]), group["key"].get("service")): group["measures"]
-        for window in orjson.loads(b"".join(states.shown(Groups(VIEW, asked))))
+        for window in orjson.loads(b"".join(states.to_json(Groups(VIEW, asked))))
         for group in window["groups"]
     }
 
@@ -104,8 +104,8 @@ def test_states_meet_groups_that_were_made_elsewhere(file: RollupFile) -> None:
         group = groups.at((NOON, (service,)))
         group.counts[groups.counted.index("n")] += 1
         group.waiting["lat"] = [0.1]
-    groups.settle()
-    (window,) = orjson.loads(b"".join(states.shown(groups)))
+    groups.flush_pending()
+    (window,) = orjson.loads(b"".join(states.to_json(groups)))
     found = [(group["key"]["service"], group["measures"]) for group in window["groups"]]
     assert [(service, measures["n"]["count"]) for service, measures in found] == [
         ("a", 5),
@@ -146,7 +146,7 @@ def test_what_is_asked_again_is_there_and_the_same(file: RollupFile) -> None:
             again.add_file(fresh, rollup_selection(asked))
             once = ArrayStates(VIEW, asked, time.monotonic() + 60)
             once.add_file(file_of(elevens()), rollup_selection(asked))
-            assert b"".join(again.shown(Groups(VIEW, asked))) == b"".join(once.shown(Groups(VIEW, asked)))
+            assert b"".join(again.to_json(Groups(VIEW, asked))) == b"".join(once.to_json(Groups(VIEW, asked)))
     assert before < fresh.memory_bytes <= before + STATE_CACHE_BYTES_MIN
 
 
@@ -161,7 +161,7 @@ def test_files_that_meet_in_a_window_are_added_up(file: RollupFile) -> None:
             states.add_file(one, rollup_selection(asked))
         whole = ArrayStates(VIEW, asked, time.monotonic() + 60)
         whole.add_file(file_of([*elevens(), *later]), rollup_selection(asked))
-        assert b"".join(states.shown(Groups(VIEW, asked))) == b"".join(whole.shown(Groups(VIEW, asked)))
+        assert b"".join(states.to_json(Groups(VIEW, asked))) == b"".join(whole.to_json(Groups(VIEW, asked)))
 
 
 def test_windows_that_are_empty_are_known(file: RollupFile) -> None:
@@ -188,4 +188,4 @@ def test_nothing_of_a_broken_file_is_added() -> None:
     states = ArrayStates(VIEW, asked, time.monotonic() + 60)
     with pytest.raises(UnusableFileError, match="sketch"):
         states.add_file(file, rollup_selection(asked))
-    assert orjson.loads(b"".join(states.shown(Groups(VIEW, asked)))) == []
+    assert orjson.loads(b"".join(states.to_json(Groups(VIEW, asked)))) == []

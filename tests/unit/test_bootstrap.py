@@ -138,7 +138,7 @@ def test_only_the_newest_use_of_a_name_lives(tmp_path: Path) -> None:
         assert store.stream_by_name("ended") is None
         assert store.tombstone("ended") == Tombstone(4, 3, 99, "expired")
         # What should have been deleted before has its grave.
-        graves = {grave.stream_id for grave in store.db.cold.graves(0, 10)}
+        graves = {grave.stream_id for grave in store.db.cold.deleted_streams(0, 10)}
         assert graves == {make_stream_id("again", 0), old.stream_id}
 
     run(tmp_path, test)
@@ -176,7 +176,7 @@ def test_what_only_lost_forks_needed_goes(tmp_path: Path) -> None:
         for facts in (middle, inner):
             assert store.stream_by_name(facts.name) is None
             assert store.tombstone(facts.name) is not None
-        graves = {grave.stream_id for grave in store.db.cold.graves(0, 10)}
+        graves = {grave.stream_id for grave in store.db.cold.deleted_streams(0, 10)}
         assert graves == {middle.stream_id, inner.stream_id}
 
     run(tmp_path, test)

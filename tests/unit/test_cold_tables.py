@@ -26,7 +26,7 @@ def test_a_store_of_an_older_version_gets_its_tables_from_the_writer(tmp_path: P
     assert reader.cold.segment_at(4, 1) is None
     assert reader.cold.segment_since(4, 0) is None
     assert reader.cold.stale_heads(0, 10) == []
-    assert reader.cold.graves(0, 10) == []
+    assert reader.cold.deleted_streams(0, 10) == []
     assert reader.cold.generation(4) == 0
     assert list(reader.cold.segments(4)) == []
     for _ in range(2):
@@ -89,17 +89,17 @@ def test_blocks_go_when_a_segment_has_them(tmp_path: Path) -> None:
 
 def test_a_manifest_is_behind_until_it_speaks_for_the_change(tmp_path: Path) -> None:
     db = HotDatabase(tmp_path / "hot.db", writer=True)
-    db.cold.head_changed(1, 5)
-    db.cold.head_changed(2, 6)
-    db.cold.head_recorded(1, 4, 1)
+    db.cold.mark_head_stale(1, 5)
+    db.cold.mark_head_stale(2, 6)
+    db.cold.mark_head_recorded(1, 4, 1)
     assert db.cold.stale_heads(0, 10) == [(1, 5), (2, 6)]
-    db.cold.head_recorded(1, 5, 2)
-    db.cold.head_recorded(1, 3, 1)  # late news of an earlier try
+    db.cold.mark_head_recorded(1, 5, 2)
+    db.cold.mark_head_recorded(1, 3, 1)  # late news of an earlier try
     assert db.cold.stale_heads(0, 10) == [(2, 6)]
     assert db.cold.stale_heads(2, 10) == []
     assert db.cold.generation(1) == 2
-    db.cold.head_changed(1, 8)
-    db.cold.head_changed(1, 7)
+    db.cold.mark_head_stale(1, 8)
+    db.cold.mark_head_stale(1, 7)
     assert db.cold.stale_heads(0, 1) == [(1, 8)]
     db.close()
 
@@ -108,9 +108,9 @@ def test_graves(tmp_path: Path) -> None:
     db = HotDatabase(tmp_path / "hot.db", writer=True)
     graves = [DeletedStreamRow(number, f"n{number}", "f" * 32, b"image") for number in (3, 5, 9)]
     for grave in graves:
-        db.cold.put_grave(grave)
-    assert db.cold.graves(0, 2) == graves[:2]
-    assert db.cold.graves(5, 2) == graves[2:]
-    db.cold.delete_grave(5)
-    assert db.cold.graves(0, 9) == [graves[0], graves[2]]
+        db.cold.put_deleted(grave)
+    assert db.cold.deleted_streams(0, 2) == graves[:2]
+    assert db.cold.deleted_streams(5, 2) == graves[2:]
+    db.cold.forget_deleted(5)
+    assert db.cold.deleted_streams(0, 9) == [graves[0], graves[2]]
     db.close()

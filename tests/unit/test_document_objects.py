@@ -61,12 +61,12 @@ def test_what_was_published_is_taken_over(tmp_path: Path) -> None:
         await first.publish(ID, {"schema": REGISTRY}, 8)
         assert dict(objects.requests) == asked, "nothing changed, nothing is asked"
         second = DocumentObjects(MetaObjects(objects, 2))
-        assert await second.take(ID, "profile", 9) == b'{"kind": "generic"}'
-        assert json.loads(await second.take(ID, "schema", 100))["boundaries"][1]["offset"] == 100
+        assert await second.restore(ID, "profile", 9) == b'{"kind": "generic"}'
+        assert json.loads(await second.restore(ID, "schema", 100))["boundaries"][1]["offset"] == 100
         with pytest.raises(FencedError):
             await first.publish(ID, {"schema": b"{}"}, 9)
         with pytest.raises(MetaCorruptError):
-            await second.take(ID, "touch", 0)
+            await second.restore(ID, "touch", 0)
         await objects.close()
 
     asyncio.run(main())

@@ -109,7 +109,7 @@ def test_documents_outlive_restarts_and_eviction(log: LogHarness, folded: bool, 
     log.delete("s")
     log.settle()
     checkpoint_all(log)
-    assert log.writer.db.documents.of(2) == {}
+    assert log.writer.db.documents.documents_of(2) == {}
     log.create("s", JSON, (None, None), Append([], None), None)
     log.settle()
     assert found(log).documents is None

@@ -112,12 +112,12 @@ def test_what_is_no_sketch_is_none(value: object) -> None:
 def test_a2_a_summary_does_not_depend_on_where_it_is_cut(values: list[float], cut: int) -> None:
     halves = summary(values[:cut])
     halves.merge(summary(values[cut:]))
-    assert halves.shown(method=True) == summary(values).shown(method=True)
+    assert halves.to_json(method=True) == summary(values).to_json(method=True)
 
 
 @given(numbers)
 def test_a1_a4_a_summary_is_that_of_its_numbers(values: list[float]) -> None:
-    shown: Any = summary(values).shown(method=False)
+    shown: Any = summary(values).to_json(method=False)
     total = sum(map(Fraction, values))
     assert shown["count"] == len(values)
     assert sum(shown["histogram"].values()) == len(values)
@@ -147,11 +147,11 @@ def test_a_power_of_two_names_the_bucket(value: Number, exponent: int) -> None:
 def test_sums_of_integers_are_exact_and_of_huge_doubles_bounded() -> None:
     whole = Summary(histogram=False, whole=True)
     whole.add_all([2**53 - 2, 1])
-    assert whole.shown(method=False)["sum"] == 2**53 - 1
-    huge: Any = summary([1.7e308, 1.7e308]).shown(method=False)
+    assert whole.to_json(method=False)["sum"] == 2**53 - 1
+    huge: Any = summary([1.7e308, 1.7e308]).to_json(method=False)
     assert huge["sum"] > 1.7e308
     assert huge["avg"] == 1.7e308
-    assert summary([1e16, 1.0, -1e16]).shown(method=False)["sum"] == 1.0
+    assert summary([1e16, 1.0, -1e16]).to_json(method=False)["sum"] == 1.0
 
 
 def parts_of(*records: object) -> Any:
@@ -160,7 +160,7 @@ def parts_of(*records: object) -> Any:
         parts = SummaryPartsReader(PARTS).read(record)
         if parts is not None:
             made.add_parts(parts)
-    return made.shown(method=True)
+    return made.to_json(method=True)
 
 
 def record_of(values: Sequence[Number], **more: object) -> dict[str, object]:
@@ -171,7 +171,9 @@ def test_a4_parts_have_percentiles_from_what_every_record_has() -> None:
     low, high = [1.0, 2.0, 3.0], [100.0, 200.0]
     sketched = [
         record_of(
-            values, sketch=sketch(values).to_text(), buckets=summary(values).shown(method=False)["histogram"]
+            values,
+            sketch=sketch(values).to_text(),
+            buckets=summary(values).to_json(method=False)["histogram"],
         )
         for values in (low, high)
     ]

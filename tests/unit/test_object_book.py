@@ -57,7 +57,7 @@ def test_calls_are_counted_timed_and_handed_over(tmp_path: Path) -> None:
             await objects.get(stream_prefix(TWO) + "manifest.json")
         await objects.list_after(stream_prefix(ONE))
         await objects.delete([segment])
-        all_of_it.take(*book.drain(), now_ns=7)
+        all_of_it.merge(*book.drain(), now_ns=7)
         assert book.drain() == ([], [], [])
         found = all_of_it.requests(ONE)
         assert found["segment"] == {"puts": 1, "gets": 1, "heads": 1, "reads": 2, "deletes": 1}
@@ -82,7 +82,7 @@ def test_calls_are_counted_timed_and_handed_over(tmp_path: Path) -> None:
 def test_idle_streams_are_forgotten() -> None:
     book = RequestStats(streams_max=2)
     for name in ("a", "b", "a", "c"):
-        book.note(stream_prefix(make_stream_id(name, 0)) + "segments/x", "gets")
+        book.record(stream_prefix(make_stream_id(name, 0)) + "segments/x", "gets")
     assert book.requests(make_stream_id("b", 0)) == {}
     assert book.requests(make_stream_id("a", 0))["segment"]["gets"] == 2
 

@@ -93,7 +93,7 @@ def test_what_was_read_stays_until_memory_is_short(layered: Layered) -> None:
     assert reader.bytes > 0
     layered.lose_segments()
     layered.read(reader, [17, 3, 22, 30])
-    reader.shed()
+    reader.evict_all()
     assert reader.bytes == 0
     with pytest.raises(TailraceError, match="damaged"):
         layered.read(reader, [17])

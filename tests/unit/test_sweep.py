@@ -66,7 +66,7 @@ def test_what_is_named_stays_and_what_is_over_goes() -> None:
         for info in run_of(1, 40, 4):
             await put(objects, info.key)
             await manifests.publish(facts(info.last), [info], {"p": (0, info.last)})
-        await manifests.adopt(STREAM, ((0, 1), (2, 41)))
+        await manifests.take_fence(STREAM, ((0, 1), (2, 41)))
         whole = await keys_of(objects)
         over = {
             segment(1, 4, content="lost").key,

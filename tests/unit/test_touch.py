@@ -35,7 +35,7 @@ class Touches:
 
     def change(self, operation: str = "insert", entity: str = ENTITY, **images: Any) -> None:
         record = {"type": entity, "key": "1", "headers": {"operation": operation}, **images}
-        self.state.absorb(self.state.journal.absorbed, record)
+        self.state.apply(self.state.journal.absorbed, record)
 
     def activate(self, *declared: dict[str, Any], **more: Any) -> dict[str, Any]:
         answer: Any = self.state.activate({"templates": list(declared or (DECLARED,)), **more})[0]
@@ -234,13 +234,13 @@ def test_templates_are_retired_remembered_and_forgotten() -> None:
     touches.activate(inactivityTtlMs=5000)
     named = {"templateIdsUsed": [touch_keys.format_key(TEMPLATE)], "timeoutMs": 0}
     touches.clock.advance(6)
-    assert touches.state.tidy()
+    assert touches.state.expire_templates()
     touches.change(value={"anything": 1})
     answer = touches.wait(**named)
     assert answer is not None
     assert answer["touched"] is True  # by the table
     touches.clock.advance(25 * 3600)
-    assert touches.state.tidy()
+    assert touches.state.expire_templates()
     with pytest.raises(StaleCursor) as stale:
         touches.wait(cursor=1, **named)
     assert "03d5826f0bf1e3e7" in stale.value.message

@@ -546,7 +546,7 @@ class PointReader:
             _, old = self._cached.popitem(last=False)
             self.bytes -= len(old) + _OVERHEAD_BYTES
 
-    def shed(self) -> None:
+    def evict_all(self) -> None:
         """Evicts everything, when memory is short."""
         self._cached.clear()
         self.bytes = 0

@@ -188,7 +188,7 @@ def read_index_files(
     """Runs on a thread. Skips operations of journal files that the hot store has by now."""
     with store.snapshot():
         seq = store.db.journal_seq
-        found = {one.object: one for one in store.db.companions.of(number)}
+        found = {one.object: one for one in store.db.companions.files_of(number)}
         quarantined = {one.object: one for one in store.db.companions.quarantined(number)}
     for file, op in uncheckpointed:
         if file <= seq or not isinstance(op, Published):

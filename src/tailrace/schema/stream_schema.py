@@ -81,13 +81,13 @@ class StreamSchema:
         touched = registry.boundaries and page.next_entry > registry.boundaries[0].offset
         return f"v{registry.version}" if touched else ""
 
-    def promotes_behind(self, entry: int) -> bool:
+    def needs_promotion_after(self, entry: int) -> bool:
         """Whether some entry behind this one has to be promoted."""
         return self._promoter.needed(entry)  # sequence numbers count from 0
 
     def promoted(self, stream: Stream, after: int, page: Page) -> Page:
         """A page with its entries promoted; it ends early if that makes it too large."""
-        if not self.promotes_behind(after):
+        if not self.needs_promotion_after(after):
             return page
         if len(page.parts) != page.count:  # the first schema was installed while the page was read
             raise TailraceError("unavailable", "schema registry changed during the read; retry")
@@ -146,7 +146,7 @@ class StreamSchemaCache:
         whole = limits.read_page_bytes, limits.read_page_entries
         if contract is None or not contract.registry.version:
             return *whole, False
-        if not contract.promotes_behind(after):
+        if not contract.needs_promotion_after(after):
             return *whole, True  # a new version may be installed while the page is read
         return min(PROMOTED_PAGE_BYTES, whole[0]), min(PROMOTED_PAGE_ENTRIES, whole[1]), True
 

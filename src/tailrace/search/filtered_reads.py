@@ -107,7 +107,7 @@ class FilterScan:
         self.count = 0
 
     @property
-    def mark(self) -> str:
+    def etag_part(self) -> str:
         return self._filter.mark
 
     @property

@@ -110,7 +110,7 @@ class PipelinePlanner:
         until = self._context.loop.time() + CHANGE_WAIT_S_MAX
         while True:
             stream = self._log.readable(name)
-            shown = await self._describe_stream(stream, await self._work.of(stream), jobs)
+            shown = await self._describe_stream(stream, await self._work.load(stream), jobs)
             if shown is not None:
                 return self._plan_body([shown], None)
             left_s = until - self._context.loop.time()
@@ -121,7 +121,7 @@ class PipelinePlanner:
     async def page(self, after: str, limit: int, jobs: Sequence[str]) -> Json:
         """Streams with work, in the order of their oldest unindexed segment."""
         position = _parse_page_position(after)
-        found = self._work.after(position, limit)
+        found = self._work.next_streams(position, limit)
         streams: list[Json] = []
         for work in found:
             stream = self._log.streams.get(work.number)
@@ -368,7 +368,7 @@ class PipelineRoutes:
         return IndexSnapshot(found.summary, generation, plans.keyed, self._context.clock.now_ns())
 
     async def _load_index(self, stream: Stream) -> None:
-        found = await self.work.of(stream)
+        found = await self.work.load(stream)
         self.work.summaries.setdefault(stream.number, found)
 
     def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:

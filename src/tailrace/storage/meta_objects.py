@@ -215,7 +215,7 @@ class DocumentObjects:
             if len(self._written) > REMEMBERED_DOCUMENTS_MAX:
                 self._written.popitem(last=False)
 
-    async def take(self, stream_id: str, key: str, tail: int) -> bytes:
+    async def restore(self, stream_id: str, key: str, tail: int) -> bytes:
         """A document for a stream that continues after entry `tail`. The object is updated first."""
         name = document_key(stream_id, key)
         found = await self._objects.load(name, DocumentObject)

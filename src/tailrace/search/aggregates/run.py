@@ -344,7 +344,7 @@ class _AggregateRun:
         for chunk in chunks:
             self._check_deadline()
             columns.add(chunk, blocks.parts)
-        self._groups.absorb(groups)
+        self._groups.merge_all(groups)
 
     # -- scans -------------------------------------------------------------------------------------------
 
@@ -418,14 +418,14 @@ class _AggregateRun:
     def _buckets(self) -> list[bytes | memoryview]:
         """The JSON array of buckets, in pieces."""
         if self._arrays is not None:
-            return self._arrays.shown(self._groups)
+            return self._arrays.to_json(self._groups)
         buckets = [
             {
                 "start": from_unix_ms(start_ms),
                 "end": from_unix_ms(start_ms + self._request.interval_ms),
                 "groups": groups,
             }
-            for start_ms, groups in self._groups.shown(self._deadline)
+            for start_ms, groups in self._groups.to_json(self._deadline)
         ]
         return [orjson.dumps(buckets)]
 

@@ -128,7 +128,7 @@ class RemoteContent:
         """Read on this thread if the object store is a local directory, which is faster than the loop."""
         found: list[FileSlice] = []
         for start, stop in wanted:
-            data = self._parts.get_now(self._published.key, start, stop)
+            data = self._parts.get_local(self._published.key, start, stop)
             if data is None:
                 return []
             found.append(FileSlice(start, memoryview(data)))
@@ -141,7 +141,7 @@ class RemoteContent:
 
     async def forget(self) -> bool:
         """Remove its parts from the disk cache; False if there are none."""
-        return await self._parts.forget(self._published.part(0, 0).source)
+        return await self._parts.evict_object(self._published.part(0, 0).source)
 
     async def _all(self, wanted: Iterable[ByteRange]) -> list[FileSlice]:
         return await asyncio.gather(*(self._one(start, stop) for start, stop in wanted))
@@ -154,7 +154,7 @@ class RemoteContent:
             raw = await self._parts.read(cached, part)
             if raw is not None:
                 return FileSlice(start, memoryview(raw))
-            await self._parts.drop(cached)
+            await self._parts.evict(cached)
         return FileSlice(start, await self._parts.fetch(self._published.key, part))
 
 
@@ -388,7 +388,7 @@ class IndexFileCache:
                 logger.warning(
                     "damaged cached index file", extra=log_fields(key=published.key, error=str(error))
                 )
-            await parts.drop(cached)
+            await parts.evict(cached)
         data = await parts.fetch(published.key, wanted)
         return await self._work.on_thread(_open_checked, published, bytes(data), open_file)
 

@@ -173,7 +173,7 @@ class ParquetFile:
                 if table is None:
                     # It may have been evicted in the meantime.
                     held = file if group in missing else self._reader([group], wanted)
-                    table = self._keep(group, wanted, held)
+                    table = self._decode_cached(group, wanted, held)
                 yield table
 
     def group(self, group: int, columns: Sequence[str]) -> Any:
@@ -209,7 +209,7 @@ class ParquetFile:
                 self._decoded.move_to_end((group, columns))
         return table
 
-    def _keep(self, group: int, columns: tuple[str, ...], file: Any) -> Any:
+    def _decode_cached(self, group: int, columns: tuple[str, ...], file: Any) -> Any:
         table = self._decode(file, [group], columns)
         with self._lock:
             if (group, columns) not in self._decoded:  # else another thread decoded it first

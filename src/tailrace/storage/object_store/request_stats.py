@@ -62,12 +62,12 @@ class RequestStats:
         self._counts: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
         self._heads: OrderedDict[str, UploadedHead] = OrderedDict()
 
-    def note(self, key: str, counter: str, number: int = 1) -> None:
+    def record(self, key: str, counter: str, number: int = 1) -> None:
         found = stream_and_artifact(key)
         if found is not None:
             self._add(RequestCount(*found, counter, number))
 
-    def note_head(self, head: UploadedHead) -> None:
+    def record_head(self, head: UploadedHead) -> None:
         self._heads[head.stream_id] = head
         self._heads.move_to_end(head.stream_id)
         if len(self._heads) > self._streams_max:
@@ -83,9 +83,9 @@ class RequestStats:
         try:
             yield
         finally:
-            self.note_time(kind, time.perf_counter() - begun)
+            self.record_time(kind, time.perf_counter() - begun)
 
-    def note_time(self, kind: str, seconds: float) -> None:
+    def record_time(self, kind: str, seconds: float) -> None:
         self._time(RequestTiming(kind, 1, seconds))
 
     def timing(self, kind: str) -> RequestTiming:
@@ -118,7 +118,7 @@ class RequestStats:
         self._timings.clear()
         return counts, heads, timings
 
-    def take(
+    def merge(
         self,
         counts: Sequence[RequestCount],
         heads: Sequence[UploadedHead],
@@ -129,7 +129,7 @@ class RequestStats:
         for count in counts:
             self._add(count)
         for head in heads:
-            self.note_head(msgspec.structs.replace(head, at_ns=now_ns))
+            self.record_head(msgspec.structs.replace(head, at_ns=now_ns))
         for timing in timings:
             self._time(timing)
 
@@ -171,42 +171,42 @@ class CountingObjectStore:
         return self._objects.bytes_in
 
     async def create(self, key: str, data: bytes | memoryview) -> str:
-        self._book.note(key, "puts")
+        self._book.record(key, "puts")
         with self._book.timed("put"):
             return await self._objects.create(key, data)
 
     async def replace(self, key: str, data: bytes, etag: str | None) -> str:
-        self._book.note(key, "puts")
+        self._book.record(key, "puts")
         with self._book.timed("put"):
             recorded = await self._objects.replace(key, data, etag)
         found = stream_and_artifact(key)
         if found is not None and key.endswith("/manifest.json"):
-            self._book.note_head(UploadedHead(found[0], recorded, len(data)))
+            self._book.record_head(UploadedHead(found[0], recorded, len(data)))
         return recorded
 
     async def get(self, key: str) -> tuple[bytes, str]:
-        self._book.note(key, "gets")
+        self._book.record(key, "gets")
         with self._book.timed("get"):
             return await self._objects.get(key)
 
     async def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._book.note(key, "gets")
+        self._book.record(key, "gets")
         with self._book.timed("get"):
             return await self._objects.get_range(key, start, stop)
 
     async def head(self, key: str) -> ObjectInfo:
-        self._book.note(key, "heads")
+        self._book.record(key, "heads")
         with self._book.timed("head"):
             return await self._objects.head(key)
 
     async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
-        self._book.note(prefix, "lists")
+        self._book.record(prefix, "lists")
         with self._book.timed("list"):
             return await self._objects.list_after(prefix, after, limit)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._book.note(key, "deletes")
+            self._book.record(key, "deletes")
         with self._book.timed("delete"):
             await self._objects.delete(keys)
 
