@@ -72,6 +72,7 @@ def test_an_actor_owns_itself_and_what_is_below() -> None:
     assert is_own_path("a/b", "a/b/c")
     assert not is_own_path("a/b", "a/bc")
     assert not is_own_path("a/b", "a")
+    assert not is_own_path("", "")
 
 
 # -- patterns

@@ -10,12 +10,14 @@ import pytest
 
 from tailrace.common import backoff
 from tailrace.common.errors import TailraceError
-from tailrace.edge import upstream_pool, upstreams
+from tailrace.edge import upstreams
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.invalidation import UpstreamRegistry
 from tailrace.edge.live import close_interval_s
-from tailrace.edge.upstream_pool import ConnectionPool, UpstreamLostError, UpstreamResponse, parse_upstreams
+from tailrace.edge.upstream_pool import UpstreamPool, parse_upstreams
 from tailrace.edge.upstreams import SETTLED_S, ReconnectBackoff, Upstream
+from tailrace.http import client
+from tailrace.http.client import UpstreamLostError, UpstreamResponse
 
 
 def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +51,7 @@ def test_readers_of_a_stopping_edge_leave_evenly(readers: int, all_s: float) -> 
 
 def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the rest of it, and its place among the connections is free again."""
-    monkeypatch.setattr(upstream_pool, "SILENCE_S_MAX", 0.05)
+    monkeypatch.setattr(client, "SILENCE_S_MAX", 0.05)
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
 
     async def request() -> None:
@@ -63,7 +65,7 @@ def test_an_answer_that_breaks_off_in_silence_is_lost(monkeypatch: pytest.Monkey
 
         owner = await asyncio.start_server(say_half, "127.0.0.1", 0)
         port = owner.sockets[0].getsockname()[1]
-        pool = ConnectionPool(parse_upstreams(f"http://127.0.0.1:{port}")[0], 1, 1, 30.0)
+        pool = UpstreamPool(parse_upstreams(f"http://127.0.0.1:{port}")[0], 1, 1, 30.0)
         async with asyncio.timeout(30):
             for _ in range(2):
                 reply = await pool.request(b"GET / HTTP/1.1\r\nHost: owner\r\n\r\n")

@@ -18,15 +18,14 @@ from tailrace.edge.stream_info import (
     parse_lifetime,
     renewal_due_at,
 )
-from tailrace.edge.upstream_pool import UpstreamConnection, UpstreamResponse
+from tailrace.http.client import UpstreamResponse
 from tailrace.protocol.offsets import encode_offset
 
 DATE = ("Date", "Thu, 01 Jan 1970 00:01:40 GMT")  # 100 s
 
 
 def _reply(*fields: tuple[str, str], status: int = 200) -> UpstreamResponse:
-    connection = UpstreamConnection(lambda _connection, _again: None)
-    return UpstreamResponse(connection, status, [(name.encode(), value.encode()) for name, value in fields])
+    return UpstreamResponse(status, [(name.encode(), value.encode()) for name, value in fields])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tailrace.common.logging_setup import log_fields
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.requests import response_lines, without_request_id
-from tailrace.edge.upstream_pool import UpstreamResponse
+from tailrace.http.client import UpstreamResponse
 from tailrace.protocol.http_headers import is_json, is_text, slice_etag_start
 
 ENTRY_OVERHEAD_BYTES = 1024

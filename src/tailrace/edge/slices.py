@@ -15,8 +15,8 @@ from tailrace.edge.requests import SharedRead, build_stream_target
 from tailrace.edge.stream_info import StreamInfo, StreamInfoCache
 from tailrace.edge.ttl_renewal import TtlRenewals
 from tailrace.edge.upstream_feed import UpstreamAnswer, UpstreamRefusedError
-from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.edge.upstreams import Upstream
+from tailrace.http.client import UpstreamLostError
 from tailrace.protocol.http_headers import slice_etag_format
 
 # Errors that concern one client only, not others that share the read.

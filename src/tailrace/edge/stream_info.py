@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.edge.upstream_pool import UpstreamResponse
+from tailrace.http.client import UpstreamResponse
 from tailrace.protocol import offsets
 
 # Streams with a shorter TTL are not cached: there would be no time to renew them.
