@@ -237,15 +237,18 @@ def test_a_cached_token_expires() -> None:
 
 
 def test_the_cache_is_bounded_by_count_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = verifier()
     headers = [b"Bearer " + hs256({"sub": str(number)}) for number in range(5)]
     monkeypatch.setattr(verifier_module, "CACHED_TOKENS_MAX", 2)
+    check = verifier()
     first = check.verify(headers[0])
     check.verify(headers[1])
     assert check.verify(headers[0]) is first  # used again, so the other one is the oldest
     check.verify(headers[2])
     assert check.verify(headers[0]) is first
     monkeypatch.setattr(verifier_module, "CACHED_TOKEN_BYTES_MAX", len(headers[0]) + 1)
+    check = verifier()
+    first = check.verify(headers[0])
+    assert check.verify(headers[0]) is first
     check.verify(headers[3])
     assert check.verify(headers[0]) is not first
 

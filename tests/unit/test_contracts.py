@@ -94,13 +94,13 @@ def test_what_pages_depend_on() -> None:
 
 
 def test_contracts_are_made_once_and_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = document(RENAME)
+    monkeypatch.setattr(stream_schema, "CACHE_BYTES", len(first) + 10)
     kept = StreamSchemaCache(100)
     assert kept.get(None) is kept.get({}) is kept.get({"profile": b""}) is None
-    first = document(RENAME)
     contract = kept.get({"schema": first})
     assert contract is not None
     assert kept.get({"schema": bytes(bytearray(first))}) is contract
-    monkeypatch.setattr(stream_schema, "CACHE_BYTES", len(first) + 10)
     kept.get({"schema": document(RENAME, boundary=4)})
     assert kept.get({"schema": first}) is not contract
 

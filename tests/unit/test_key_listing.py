@@ -13,7 +13,7 @@ from support.log_model import Append, Lifetime
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log import routing_keys
-from tailrace.log.routing_keys import KeyCache, KeyListing, SmallestKeys
+from tailrace.log.routing_keys import KeyListing, SmallestKeys
 
 JSON = "application/json"
 FOREVER_S = 3600.0
@@ -142,9 +142,3 @@ def test_only_so_many_keys_are_held() -> None:
     for number in range(50_000):
         smallest.add([b"z%06d" % number, None, b"a"])
     assert smallest.first() == [b"z000000", b"z000001", b"z000002"]
-    cache = KeyCache(100)
-    for number in range(10):
-        cache.put(f"segment-{number}", [b"k"], 30)
-    assert cache.bytes <= 100
-    assert cache.find("segment-0") is None
-    assert cache.find("segment-9") == [b"k"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
@@ -112,18 +112,18 @@ class StreamSchemaCache:
 
     def __init__(self, key_bytes_max: int) -> None:
         self._key_bytes_max = key_bytes_max
-        self._cached: OrderedDict[bytes, StreamSchema] = OrderedDict()
-        self._bytes = 0
+        self._cached: LruCache[bytes, StreamSchema] = LruCache(
+            size_max=CACHE_BYTES, size_of=lambda document, _: len(document), keep_newest=True
+        )
 
     @property
     def bytes(self) -> int:
         """Size of the cached documents."""
-        return self._bytes
+        return self._cached.size
 
     def clear(self) -> None:
         """Drop all; registries in use are compiled again."""
         self._cached.clear()
-        self._bytes = 0
 
     def get(self, documents: dict[str, bytes] | None) -> StreamSchema | None:
         """The compiled registry of a stream; None if it has none."""
@@ -131,13 +131,9 @@ class StreamSchemaCache:
         if document is None:
             return None
         found = self._cached.get(document)  # the same bytes object until it changes: its hash is cached
-        if found is not None:
-            self._cached.move_to_end(document)
-            return found
-        found = self._cached[document] = StreamSchema(document, self._key_bytes_max)
-        self._bytes += len(document)
-        while self._bytes > CACHE_BYTES and len(self._cached) > 1:
-            self._bytes -= len(self._cached.popitem(last=False)[0])
+        if found is None:
+            found = StreamSchema(document, self._key_bytes_max)
+            self._cached.put(document, found)
         return found
 
     def page_limits(self, stream: Stream, after: int, limits: Limits) -> tuple[int, int, bool]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, Protocol, TypeVa
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.tasks import TaskSet, wait_event
@@ -220,9 +220,8 @@ class IndexWork:
         self._compact = CompactionRule(limits.compact_segments, limits.compact_small_bytes, age_ns)
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self.by_stream: dict[int, StreamIndexWork] = {}  # those with something to do
-        self.summaries: OrderedDict[int, StreamIndexWork] = (
-            OrderedDict()
-        )  # of streams that were looked at lately
+        # Of streams that were looked at lately.
+        self.summaries: LruCache[int, StreamIndexWork] = LruCache(entries_max=SUMMARIES_MAX)
         self.given_up: dict[int, int] = {}  # streams with quarantined segments, and how many
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -358,11 +357,9 @@ class IndexWork:
 
     def _set(self, number: int, work: StreamIndexWork | None) -> None:
         self._scan_later(number, None if work is None else work.look_at_ns)
-        self.summaries.pop(number, None)
+        self.summaries.pop(number)
         if work is not None:
-            self.summaries[number] = work
-            if len(self.summaries) > SUMMARIES_MAX:
-                self.summaries.popitem(last=False)
+            self.summaries.put(number, work)
         if work is None or not work.pending:
             self.by_stream.pop(number, None)
         else:

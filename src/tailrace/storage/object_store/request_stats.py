@@ -7,13 +7,14 @@ of streams uses it, so the streams idle for longest are dropped.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
 
 STATS_STREAMS_MAX = 10_000
@@ -58,9 +59,8 @@ class RequestTiming(NamedTuple):
 class RequestStats:
     def __init__(self, streams_max: int = STATS_STREAMS_MAX) -> None:
         self._timings: dict[str, RequestTiming] = {}
-        self._streams_max = streams_max
-        self._counts: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
-        self._heads: OrderedDict[str, UploadedHead] = OrderedDict()
+        self._counts: LruCache[str, Counter[tuple[str, str]]] = LruCache(entries_max=streams_max)
+        self._heads: LruCache[str, UploadedHead] = LruCache(entries_max=streams_max)
 
     def record(self, key: str, counter: str, number: int = 1) -> None:
         found = stream_and_artifact(key)
@@ -68,13 +68,10 @@ class RequestStats:
             self._add(RequestCount(*found, counter, number))
 
     def record_head(self, head: UploadedHead) -> None:
-        self._heads[head.stream_id] = head
-        self._heads.move_to_end(head.stream_id)
-        if len(self._heads) > self._streams_max:
-            self._heads.popitem(last=False)
+        self._heads.put(head.stream_id, head)
 
     def head(self, stream_id: str) -> UploadedHead | None:
-        return self._heads.get(stream_id)
+        return self._heads.peek(stream_id)
 
     @contextmanager
     def timed(self, kind: str) -> Generator[None]:
@@ -98,7 +95,9 @@ class RequestStats:
     def requests(self, stream_id: str) -> dict[str, Counter[str]]:
         """Counters by artifact. `reads` are all that change nothing."""
         by_artifact: dict[str, Counter[str]] = {}
-        for (artifact, counter), number in self._counts.get(stream_id, Counter[tuple[str, str]]()).items():
+        for (artifact, counter), number in (
+            self._counts.peek(stream_id) or Counter[tuple[str, str]]()
+        ).items():
             counters = by_artifact.setdefault(artifact, Counter())
             counters[counter] += number
             if counter in ("gets", "heads", "lists"):
@@ -134,11 +133,9 @@ class RequestStats:
             self._time(timing)
 
     def _add(self, count: RequestCount) -> None:
-        counters = self._counts.setdefault(count.stream_id, Counter())
-        self._counts.move_to_end(count.stream_id)
+        counters = self._counts.pop(count.stream_id) or Counter()
         counters[count.artifact, count.counter] += count.number
-        if len(self._counts) > self._streams_max:
-            self._counts.popitem(last=False)
+        self._counts.put(count.stream_id, counters)
 
 
 def stream_and_artifact(key: str) -> tuple[str, str] | None:

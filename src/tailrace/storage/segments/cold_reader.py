@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
@@ -84,8 +84,9 @@ class ColdReader:
         self._work = LoopTasks(loop, COLD_READ_THREADS)
         self.parts = ObjectCache(url, cache_dir, cache_bytes, limits, self._work)
         self._budget = ByteBudget(LOADING_BYTES_MAX)
-        self._footers: OrderedDict[str, Footer] = OrderedDict()
-        self._footer_bytes = 0
+        self._footers: LruCache[str, Footer] = LruCache(
+            size_max=FOOTER_BYTES_MAX, size_of=lambda _, footer: footer.memory_bytes, keep_newest=True
+        )
         self._parsing: SingleFlight[str, Footer] = SingleFlight(self._work)
         self._groups: dict[tuple[str, int], asyncio.Future[SegmentRows]] = {}
 
@@ -139,12 +140,11 @@ class ColdReader:
 
     @property
     def footer_bytes(self) -> int:
-        return self._footer_bytes
+        return self._footers.size
 
     def evict_all(self) -> None:
         """Evicts all caches."""
         self._footers.clear()
-        self._footer_bytes = 0
 
     async def close(self) -> None:
         await self._work.end()
@@ -169,8 +169,6 @@ class ColdReader:
         footer = self._footers.get(key)
         if footer is None:
             footer = await self._parsing.run(key, lambda: self._load_footer(key, info, stored))
-        else:
-            self._footers.move_to_end(key)
         return _OpenSegment(key, cache_source(key), footer)
 
     async def _load_footer(self, key: str, info: SegmentInfo, stored: bytes) -> Footer:
@@ -187,11 +185,7 @@ class ColdReader:
             footer = await self._work.on_thread(
                 _parse_footer, await self._fetch_footer(key, info.bytes), info
             )
-        self._footers[key] = footer
-        self._footer_bytes += footer.memory_bytes
-        while self._footer_bytes > FOOTER_BYTES_MAX and len(self._footers) > 1:
-            _, old = self._footers.popitem(last=False)
-            self._footer_bytes -= old.memory_bytes
+        self._footers.put(key, footer)
         return footer
 
     async def _fetch_footer(self, key: str, size: int) -> bytes:
