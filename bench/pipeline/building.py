@@ -22,7 +22,7 @@ IDLE_S = 20.0
 NICELY = 'echo 10 > /proc/self/autogroup; exec ionice -c 3 nice -n 10 "$@"'
 
 
-def companions(place: Place) -> Figures:
+def index_files(place: Place) -> Figures:
     loaded = place.figures("load")
     with place.server() as target:
         _forget(target)

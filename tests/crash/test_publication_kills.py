@@ -79,6 +79,6 @@ def check(server: ServerProcess) -> None:
     assert firsts == sorted(set(firsts))
     assert [info[2] for info in head["segments"]] == firsts
     assert len([one for one in told if one["type"] == "plan"]) == 1
-    companions = Counter(one["key"] for one in told if one["type"] == "companion")
-    assert max(companions.values()) <= len(FAMILIES)
+    index_files = Counter(one["key"] for one in told if one["type"] == "companion")
+    assert max(index_files.values()) <= len(FAMILIES)
     assert uncovered(shown) == []

@@ -32,7 +32,7 @@ class FamilyStore:
     def __init__(self, real: LogHarness, bucket: Path) -> None:
         self._real = real
         self._bucket = bucket
-        self.companions: list[IndexFile] = []
+        self.index_files: list[IndexFile] = []
         self.plans: dict[str, PlanRecord] = {}
         self._changed()
 
@@ -41,7 +41,9 @@ class FamilyStore:
         return self._listed
 
     def _changed(self) -> None:
-        self._listed = IndexFileSet(tuple(self.companions), (), PlanHistory(True, tuple(self.plans.values())))
+        self._listed = IndexFileSet(
+            tuple(self.index_files), (), PlanHistory(True, tuple(self.plans.values()))
+        )
 
     def catalogue(self) -> IndexCatalogue:
         self.work = LoopTasks(self._real.loop, 2)
@@ -66,7 +68,7 @@ class FamilyStore:
     ) -> list[IndexFile]:
         """Builds what is missing of one segment under the plan of a registry, and lists it."""
         plan = index_plan(registry, profile, keyed=True)
-        listed = {(one.family, one.fingerprint) for one in self.companions if one.first == info.first}
+        listed = {(one.family, one.fingerprint) for one in self.index_files if one.first == info.first}
         wanted = frozenset(
             family
             for family in plan.families
@@ -113,13 +115,13 @@ class FamilyStore:
                     plan.family_fingerprint(one.family),
                 )
             )
-        self.companions += made
+        self.index_files += made
         self._changed()
         return made
 
     def merge_splits(self, stream: Stream, limit: int) -> None:
         """Joins adjacent splits of one plan, up to some, as the merging job does."""
-        splits = sorted((one for one in self.companions if one.family == FTS), key=lambda one: one.first)
+        splits = sorted((one for one in self.index_files if one.family == FTS), key=lambda one: one.first)
         joined: list[IndexFile] = []
         for split in splits:
             if joined and (split.plan_hash, split.first) != (joined[-1].plan_hash, joined[-1].last + 1):
@@ -149,22 +151,22 @@ class FamilyStore:
             stats={},
             level=1,
         )
-        self.companions = [one for one in self.companions if one not in joined] + [merged]
+        self.index_files = [one for one in self.index_files if one not in joined] + [merged]
         self._changed()
 
     def drop(self, wanted: Callable[[IndexFile], bool]) -> None:
         """Takes companions off the list."""
-        self.companions = [one for one in self.companions if not wanted(one)]
+        self.index_files = [one for one in self.index_files if not wanted(one)]
         self._changed()
 
-    def exists(self, stream: Stream, companion: IndexFile) -> bool:
+    def exists(self, stream: Stream, index_file: IndexFile) -> bool:
         prefix = stream_prefix(make_stream_id(stream.name, stream.incarnation))
-        return (self._bucket / (prefix + companion.object)).exists()
+        return (self._bucket / (prefix + index_file.object)).exists()
 
-    def damage(self, stream: Stream, companion: IndexFile, *, remove: bool) -> None:
+    def damage(self, stream: Stream, index_file: IndexFile, *, remove: bool) -> None:
         """Spoils the object of a companion that stays listed."""
         path = self._bucket / (
-            stream_prefix(make_stream_id(stream.name, stream.incarnation)) + companion.object
+            stream_prefix(make_stream_id(stream.name, stream.incarnation)) + index_file.object
         )
         if remove:
             path.unlink(missing_ok=True)

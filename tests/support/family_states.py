@@ -118,20 +118,20 @@ class FamilyStates(QueryStates):
             self.families.build(stream, info, self.registry(before, with_rollups), families)
 
     def merge(self) -> None:
-        for companion in self.families.companions:
-            if not self.families.exists(self.stream, companion):
+        for index_file in self.families.index_files:
+            if not self.families.exists(self.stream, index_file):
                 return
         self.families.merge_splits(self.stream, 2)
 
     def unlist(self, place: int, all_of_it: bool) -> None:
-        listed = self.families.companions
+        listed = self.families.index_files
         if listed:
             chosen = listed[place % len(listed)]
             self.families.drop(lambda one: one is chosen or (all_of_it and one.family == chosen.family))
 
     def damage(self, place: int, remove: bool) -> None:
         """Also what is open is let go, so that the file is read again."""
-        listed = self.families.companions
+        listed = self.families.index_files
         if listed and self.catalogue is not None:
             self.families.damage(self.stream, listed[place % len(listed)], remove=remove)
             self.catalogue.files.evict_all()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import pytest
 
-from support.companions import STREAM_ID, Stored, segment_of
+from support.index_files import STREAM_ID, Stored, segment_of
 from tailrace.search.index_files.index_plan import BuildPlan, store_plan
 from tailrace.spark.jobs.index_build import SegmentBuild
 from tailrace.spark.jobs.messages import (

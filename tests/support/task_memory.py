@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.aggregate_model import rollup_view
-from support.companions import Stored, build, plan_of
+from support.index_files import Stored, build, plan_of
 from support.queries import payload_of
 from tailrace.spark.index.segment_build import TASK_MEMORY_BYTES
 

@@ -156,11 +156,11 @@ async def _manifest(stream: str, bucket: StoreOptions, with_segments: bool) -> N
                             print_json(asdict(info))
                         else:
                             write_output(f"segment  {_pairs(asdict(info))}\n".encode())
-                    async for companion in manifests.companions(head):
+                    async for index_file in manifests.index_files(head):
                         if bucket.json:
-                            print_json(asdict(companion))
+                            print_json(asdict(index_file))
                         else:
-                            write_output(f"companion  {_pairs(asdict(companion))}\n".encode())
+                            write_output(f"companion  {_pairs(asdict(index_file))}\n".encode())
         except ManifestError as error:
             raise RefusedError(str(error)) from None
     flush_output()

@@ -72,7 +72,7 @@ async def _verify(stream: str, bucket: StoreOptions) -> int:
             else:
                 await verifier.bucket()
     if bucket.json:
-        print_json({"summary": msgspec.structs.asdict(seen)})
+        print_json({"summary": msgspec.to_builtins(seen)})
     else:
         left_out = f"; not checked: {', '.join(seen.not_checked)}" if seen.not_checked else ""
         write_output(f"{_counted(seen)}{left_out}: {seen.findings or 'no'} findings\n".encode())
@@ -103,7 +103,7 @@ def _directories(settings: Settings, stream: str, not_checked: list[str]) -> lis
 def _counted(seen: VerifyReport) -> str:
     return (
         f"{seen.streams:,} streams, {seen.segments:,} segments, {seen.entries:,} entries, "
-        f"{seen.companions:,} companions, "
+        f"{seen.index_files:,} index files, "
         f"{seen.bytes / 2**20:,.1f} MiB; "
         f"{seen.journal_records:,} journal records, {seen.hot_entries:,} entries in the hot store"
     )

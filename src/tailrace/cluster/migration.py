@@ -103,7 +103,7 @@ def fold_journal(path: Path, tombstone_ms: int) -> HotDatabase:
     with db.write():  # tables that older versions did not have
         db.cold.create()
         db.documents.create()
-        db.companions.create()
+        db.index_files.create()
         if db.trims.create():
             write_fork_rows(db)
     return db

@@ -88,12 +88,12 @@ UncheckpointedOps = Sequence[tuple[int, Sealed | Published | Compacted]]
 class IndexFileSet(msgspec.Struct, frozen=True):
     """The index files of one stream by family and first entry, and the plans they were built with."""
 
-    companions: tuple[IndexFile, ...] = ()
+    index_files: tuple[IndexFile, ...] = ()
     quarantined: tuple[QuarantinedSegment, ...] = ()
     plans: PlanHistory = PlanHistory()
 
     def of_family(self, family: str) -> tuple[IndexFile, ...]:
-        return tuple(one for one in self.companions if one.family == family)
+        return tuple(one for one in self.index_files if one.family == family)
 
 
 NO_PLANS: Final = PlanHistory()
@@ -127,7 +127,7 @@ class IndexFileCatalogue:
         self._loop = loop
         self._threads: ThreadPoolExecutor | None = None
         self._cached: LruCache[int, IndexFileSet] = LruCache(
-            size_max=CACHED_INDEX_FILES_MAX, size_of=lambda _, found: len(found.companions), keep_newest=True
+            size_max=CACHED_INDEX_FILES_MAX, size_of=lambda _, found: len(found.index_files), keep_newest=True
         )
         self._loading: dict[int, object] = {}  # removed by a change, so that a stale result is not cached
 
@@ -180,8 +180,8 @@ def read_index_files(
     """Runs on a thread. Skips operations of journal files that the hot store has by now."""
     with store.snapshot():
         seq = store.db.journal_seq
-        found = {one.object: one for one in store.db.companions.files_of(number)}
-        quarantined = {one.object: one for one in store.db.companions.quarantined(number)}
+        found = {one.object: one for one in store.db.index_files.files_of(number)}
+        quarantined = {one.object: one for one in store.db.index_files.quarantined(number)}
     for file, op in uncheckpointed:
         if file <= seq or not isinstance(op, Published):
             continue

@@ -468,7 +468,7 @@ class PipelineRoutes:
         known = await self._log.catalogue.load(stream)
         if request.family is not None and request.family not in FAMILIES:
             raise TailraceError("invalid_request", f"family must be one of {', '.join(FAMILIES)}")
-        keys = [one.object for one in known.companions if request.family in (None, one.family)]
+        keys = [one.object for one in known.index_files if request.family in (None, one.family)]
         keys += [one.object for one in known.quarantined]
         await self.publishing.unlist(stream, tuple(keys))
         return {"stream": stream.name, "scheduled": len(keys)}

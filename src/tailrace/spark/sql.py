@@ -116,7 +116,7 @@ async def _load_manifest(store: str, stream_id: str) -> tuple[list[SegmentInfo],
             return [], []
         head = stored.head
         pages = IndexFilePages(objects, stream_id)
-        listed = ListedIndexFiles(head.companion_pages, head.companions)
+        listed = ListedIndexFiles(head.index_file_pages, head.index_files)
         return (
             [info async for info in manifests.segments(head)],
             [index_file async for index_file in pages.walk(listed)],

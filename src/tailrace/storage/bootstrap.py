@@ -247,7 +247,7 @@ class Bootstrap:
         self._damaged: set[str] = set()
         self._outcomes: list[RestoreOutcome] = []
         self._segments: list[tuple[int, SegmentInfo]] = []
-        self._companions: list[tuple[int, IndexFile]] = []
+        self._index_files: list[tuple[int, IndexFile]] = []
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -375,7 +375,7 @@ class Bootstrap:
             return
         producers = await self._manifests.producers(head)
         sums = await self._take_segments(waiting.number, head)
-        await self._take_companions(waiting.number, head)
+        await self._load_index_files(waiting.number, head)
         stream = restored_stream(waiting.number, head, source, sums, self._clock.now_ns())
         stream.documents = await self._take_documents(head, stream.tail)
         runs = restored_ranges(head, source, sums)
@@ -430,20 +430,20 @@ class Bootstrap:
                 await self._flush()
         return sums
 
-    async def _take_companions(self, number: int, head: ManifestHead) -> None:
+    async def _load_index_files(self, number: int, head: ManifestHead) -> None:
         """Of segments that are recorded, so they are as good as before."""
-        async for companion in self._manifests.companions(head):
-            self._companions.append((number, companion))
-            if len(self._companions) >= SEGMENTS_HELD:
+        async for index_file in self._manifests.index_files(head):
+            self._index_files.append((number, index_file))
+            if len(self._index_files) >= SEGMENTS_HELD:
                 await self._flush()
 
     async def _flush(self) -> None:
         async with self._writing:
             outcomes, self._outcomes = self._outcomes, []
             segments, self._segments = self._segments, []
-            companions, self._companions = self._companions, []
-            if outcomes or segments or companions:
-                await self._on_thread(lambda: self._store.put(outcomes, segments, companions))
+            index_files, self._index_files = self._index_files, []
+            if outcomes or segments or index_files:
+                await self._on_thread(lambda: self._store.put(outcomes, segments, index_files))
 
     # -- what is no stream -----------------------------------------------------------------------------
 

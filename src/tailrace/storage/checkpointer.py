@@ -195,7 +195,7 @@ class ObjectStoreChanges:
                 cold.drop_blocks(op.stream, op.segments[-1].last)
             cold.mark_head_recorded(op.stream, op.as_of_file, op.generation)
         self._join_segments(store.db, removed)
-        self._write_companions(store.db, removed)
+        self._write_index_files(store.db, removed)
         for recorded in self._recorded:
             for number, generation in recorded.heads:
                 if number not in removed and store.db.image_by_number(number) is not None:
@@ -215,16 +215,16 @@ class ObjectStoreChanges:
                 db.cold.join_segments(op.stream, row, op.segment.last_ns)
                 db.cold.mark_head_recorded(op.stream, 0, op.generation)
 
-    def _write_companions(self, db: HotDatabase, removed: set[int]) -> None:
+    def _write_index_files(self, db: HotDatabase, removed: set[int]) -> None:
         for op in self._published:
             if op.stream in removed:
                 continue
             for key in op.removed:
-                db.companions.drop(op.stream, key)
-            for companion in op.added:
-                db.companions.put(op.stream, companion)
+                db.index_files.drop(op.stream, key)
+            for index_file in op.added:
+                db.index_files.put(op.stream, index_file)
             for found in op.quarantined:
-                db.companions.put_quarantine(op.stream, found)
+                db.index_files.put_quarantine(op.stream, found)
             db.cold.mark_head_recorded(op.stream, 0, op.generation)
 
     def trim(self, db: HotDatabase) -> None:
@@ -241,7 +241,7 @@ class ObjectStoreChanges:
                 affected.append(stream.parent)  # may have retained entries for this one
             if not stream.earliest:
                 continue
-            db.companions.trim(number, stream.earliest)
+            db.index_files.trim(number, stream.earliest)
             retained = RetainedRanges(stream.earliest, reached_by_forks(db, stream))
             dropped = sum(db.cold.drop_segments(number, behind, upto) for behind, upto in retained.gaps())
             if dropped or number in self._trimmed:
@@ -286,7 +286,7 @@ class FileCheckpoint:
         db = store.db
         db.cold.create()
         db.documents.create()
-        db.companions.create()
+        db.index_files.create()
         if db.trims.create():
             write_fork_rows(db)
         self.streams = streams = Streams(store)

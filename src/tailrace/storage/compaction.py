@@ -172,7 +172,7 @@ def _continues(run: list[SegmentInfo], info: SegmentInfo, borders: CompactionBor
 def decide_compaction(
     offer: PublishRequest,
     plan: PlanRecord | None,
-    companions: Sequence[IndexFile],
+    index_files: Sequence[IndexFile],
     segments: Mapping[str, SegmentInfo],
 ) -> CompactionIntent | None:
     """The intent of a compaction; None if it was completed already.
@@ -195,7 +195,7 @@ def decide_compaction(
     if any(info.sha256 != named[info.key] for info in inputs):
         raise TailraceError("inputs_changed", "an input segment is a different object")
     _check_sums(joined, inputs)
-    _check_companions(joined, plan, companions)
+    _check_index_files(joined, plan, index_files)
     return CompactionIntent(joined, tuple(inputs))
 
 
@@ -237,18 +237,20 @@ def _check_sums(joined: SegmentInfo, inputs: Sequence[SegmentInfo]) -> None:
         raise TailraceError("range_conflict", "the bytes or times of the new segment differ from its inputs")
 
 
-def _check_companions(joined: SegmentInfo, plan: PlanRecord | None, companions: Sequence[IndexFile]) -> None:
+def _check_index_files(
+    joined: SegmentInfo, plan: PlanRecord | None, index_files: Sequence[IndexFile]
+) -> None:
     """Either all index files of the inputs are built, or none: a part could never be completed.
 
     Index files are built for whole segments, and none may overlap another.
     """
     if plan is None:
         return
-    for family in Coverage(plan, companions).missing(joined.first, joined.last):
+    for family in Coverage(plan, index_files).missing(joined.first, joined.last):
         making = (family, plan.families[family])
         if any(
             (one.family, one.fingerprint) == making and one.first <= joined.last and joined.first <= one.last
-            for one in companions
+            for one in index_files
         ):
             message = f"{family} of entries {joined.first} to {joined.last} is being built"
             raise TailraceError("range_conflict", message)

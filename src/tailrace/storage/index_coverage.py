@@ -54,9 +54,9 @@ class MergeRule(NamedTuple):
 class Coverage:
     """The entries for which a stream has index files of each family of a plan."""
 
-    def __init__(self, plan: PlanRecord, companions: Iterable[IndexFile]) -> None:
+    def __init__(self, plan: PlanRecord, index_files: Iterable[IndexFile]) -> None:
         ranges: dict[str, list[Range]] = {family: [] for family in plan.families}
-        for one in companions:
+        for one in index_files:
             if plan.families.get(one.family) == one.fingerprint:
                 ranges[one.family].append((one.first, one.last))
         self._runs = {family: merge_ranges(found) for family, found in ranges.items()}
@@ -103,11 +103,11 @@ def build_order(found: list[UncoveredSegment]) -> list[UncoveredSegment]:
     return [*reversed(newest), *found[: len(found) - len(newest)]]
 
 
-def stale_index_files(plan: PlanRecord, companions: Iterable[IndexFile], coverage: Coverage) -> list[str]:
+def stale_index_files(plan: PlanRecord, index_files: Iterable[IndexFile], coverage: Coverage) -> list[str]:
     """Objects of older plans that are no longer used: a newer one covers all their entries."""
     return [
         one.object
-        for one in companions
+        for one in index_files
         if plan.families.get(one.family) != one.fingerprint
         and (one.family not in plan.families or coverage.covers(one.family, one.first, one.last))
     ]
@@ -115,7 +115,7 @@ def stale_index_files(plan: PlanRecord, companions: Iterable[IndexFile], coverag
 
 def due_merges(
     plan: PlanRecord,
-    companions: Iterable[IndexFile],
+    index_files: Iterable[IndexFile],
     rule: MergeRule,
     part_of: Callable[[IndexFile], int | None] = lambda _: 0,
 ) -> list[IndexMerge]:
@@ -125,7 +125,7 @@ def due_merges(
     """
     found: list[IndexMerge] = []
     groups: dict[tuple[str, int, int], dict[Range, list[IndexFile]]] = {}
-    for one in companions:
+    for one in index_files:
         if one.family in MERGED_FAMILIES and plan.families.get(one.family) == one.fingerprint:
             part = part_of(one) if one.family == AGGREGATE_FAMILY else 0
             if part is None:

@@ -81,7 +81,7 @@ def decide_publication(
     for one in added:
         _check_tiled(one, inputs)
     replaced = {relative_key(key, offer.stream_id) for key in offer.replace}
-    gone = [one for one in known.companions if one.object in replaced]
+    gone = [one for one in known.index_files if one.object in replaced]
     left = [msgspec.structs.replace(one, first=max(one.first, earliest + 1)) for one in gone]
     return _accept_segments(added, given_up, inputs, plan, known, left)
 
@@ -185,7 +185,7 @@ def _accept_segments(
 ) -> AcceptedPublication:
     """`gone` are those that the others replace, as far as there are still entries."""
     replaced = {one.object for one in gone}
-    rest = [one for one in known.companions if one.object not in replaced]
+    rest = [one for one in known.index_files if one.object not in replaced]
     new = _unlisted(added, rest, set())
     coverage = Coverage(plan, [*rest, *new])
     stuck = {one.object for one in given_up}
@@ -256,10 +256,10 @@ def _accept_merge(
     named = {relative_key(one.object, offer.stream_id): one.sha256 for one in offer.inputs}
     if named.keys() != replaced or not named:
         raise TailraceError("invalid_request", "a merge must replace exactly its inputs")
-    listed = {one.object: one for one in known.companions}
+    listed = {one.object: one for one in known.index_files}
     made = [
         one
-        for one in known.companions
+        for one in known.index_files
         if (one.family, one.fingerprint, one.first, one.last)
         == (output.family, output.fingerprint, output.first, output.last)
         and one.level
@@ -275,7 +275,7 @@ def _accept_merge(
             raise _inputs_changed(key)
         inputs.append(found)
     _check_run(output, sorted({(one.first, one.last) for one in inputs}))
-    if _unlisted(added, known.companions, replaced) != added:
+    if _unlisted(added, known.index_files, replaced) != added:
         raise TailraceError(
             "range_conflict", f"{output.object} overlaps index files that it does not replace"
         )
@@ -341,7 +341,7 @@ class IndexFileSealer:
             stored = await self._manifests.load(facts.stream_id)
             if stored is None or stored.head.fence < self._manifests.fence:
                 await self._manifests.publish(facts, known=stored)  # ours from before a takeover
-            head, added = await self._manifests.publish_companions(
+            head, added = await self._manifests.publish_index_files(
                 facts.stream_id, job.publication.added, job.publication.removed
             )
         except StreamDeletedError as error:
@@ -431,7 +431,7 @@ class PublicationService:
         if offer.quarantine:
             accepted = decide_quarantine(offer, known, segments, self._log.clock.now_ns())
             return await self._accept(stream, offer, accepted, segments)
-        intent = decide_compaction(offer, plan, known.companions, segments)
+        intent = decide_compaction(offer, plan, known.index_files, segments)
         if intent is None:
             return PublishOutcome("already_published", stream.cold.generation)
         generation = await self.compacting.begin(stream, intent)
@@ -445,7 +445,7 @@ class PublicationService:
         async with self._locks.lock(folder):
             self._require_stream(stream)
             known = await self._log.catalogue.load(stream)
-            listed = {one.object for one in known.companions} | {one.object for one in known.quarantined}
+            listed = {one.object for one in known.index_files} | {one.object for one in known.quarantined}
             removed = tuple(key for key in keys if key in listed)
             if removed:
                 await self._record(stream, AcceptedPublication(removed=removed))
@@ -496,5 +496,5 @@ class PublicationService:
             self.bytes_in += sum(info.bytes for info in inputs)
 
 
-def _covers_segment(companions: tuple[IndexFile, ...], info: SegmentInfo) -> bool:
-    return any(one.first <= info.first and info.last <= one.last for one in companions)
+def _covers_segment(index_files: tuple[IndexFile, ...], info: SegmentInfo) -> bool:
+    return any(one.first <= info.first and info.last <= one.last for one in index_files)

@@ -103,36 +103,36 @@ class RollupRetention:
             return None
         return info.last_ns + self._lifetime.retention_s * 10**9 - self._borders.bucket_ns
 
-    def part(self, companion: IndexFile) -> int | None:
+    def part(self, index_file: IndexFile) -> int | None:
         """The time interval in which a file may be merged with others; None if it may not be merged."""
-        parts = {self._borders.bucket(info) for info in self._touched(companion)}
-        return parts.pop() if len(parts) == 1 and companion.first > self.soon else None
+        parts = {self._borders.bucket(info) for info in self._touched(index_file)}
+        return parts.pop() if len(parts) == 1 and index_file.first > self.soon else None
 
-    def _touched(self, companion: IndexFile) -> Sequence[SegmentInfo]:
-        begin = max(0, bisect_right(self._firsts, companion.first) - 1)
-        return self._segments[begin : bisect_right(self._firsts, companion.last)]
+    def _touched(self, index_file: IndexFile) -> Sequence[SegmentInfo]:
+        begin = max(0, bisect_right(self._firsts, index_file.first) - 1)
+        return self._segments[begin : bisect_right(self._firsts, index_file.last)]
 
-    def _within(self, companion: IndexFile) -> Sequence[SegmentInfo]:
+    def _within(self, index_file: IndexFile) -> Sequence[SegmentInfo]:
         """The segments that a file covers, if these are whole ones."""
-        found = self._touched(companion)
-        whole = found and (found[0].first, found[-1].last) == (companion.first, companion.last)
+        found = self._touched(index_file)
+        whole = found and (found[0].first, found[-1].last) == (index_file.first, index_file.last)
         return found if whole else ()
 
-    def _left(self, companion: IndexFile, earliest: int) -> Sequence[SegmentInfo]:
+    def _left(self, index_file: IndexFile, earliest: int) -> Sequence[SegmentInfo]:
         """The remaining segments of a merged file, if most of its entries are trimmed."""
-        trimmed, rows = earliest - companion.first + 1, companion.last - companion.first + 1
-        if not companion.level or trimmed <= rows * TRIMMED_SHARE:
+        trimmed, rows = earliest - index_file.first + 1, index_file.last - index_file.first + 1
+        if not index_file.level or trimmed <= rows * TRIMMED_SHARE:
             return ()
-        found = self._touched(companion)
-        return found if found and found[-1].last == companion.last else ()
+        found = self._touched(index_file)
+        return found if found and found[-1].last == index_file.last else ()
 
     def rewrites(
-        self, plan: PlanRecord, companions: Sequence[IndexFile], coverage: Coverage, earliest: int
+        self, plan: PlanRecord, index_files: Sequence[IndexFile], coverage: Coverage, earliest: int
     ) -> tuple[list[RollupRewrite], int | None]:
         """Those that are due, oldest first; and when the next is. `earliest` is the last trimmed entry."""
         due: list[RollupRewrite] = []
         next_ns: int | None = None
-        for one in companions:
+        for one in index_files:
             if one.fingerprint != plan.families.get(one.family):
                 continue
             found = self._within(one) if one.family == ROLLUP_FAMILY else self._left(one, earliest)
@@ -412,7 +412,7 @@ def desired_plan(known: PlanHistory, plan: WantedPlan) -> PlanRecord | None:
 
 
 def _described_after(store: StoredStreams, number: int) -> list[int]:
-    return store.db.companions.described_after(number, START_PAGE)
+    return store.db.index_files.described_after(number, START_PAGE)
 
 
 def _segmented_after(store: StoredStreams, number: int, count: int) -> list[int]:
@@ -435,7 +435,7 @@ def find_index_work(
             read_index_files(store, number, earliest, uncheckpointed), plans=plans
         )
         cuts = fork_points(store.db, number)
-    coverage = Coverage(plan, known.companions)
+    coverage = Coverage(plan, known.index_files)
     given_up = {one.object for one in known.quarantined if one.plan_hash == plan.hash}
     found, stuck = uncovered_segments(segments, coverage, given_up)
     if scope.schema is not None:
@@ -450,19 +450,19 @@ def find_index_work(
     small = due_compactions(
         segments, scope.compact, borders_of(scope.lifetime, cuts), is_settled, scope.now_ns
     )
-    rewrites, rewrite_ns = retention.rewrites(plan, known.companions, coverage, earliest)
+    rewrites, rewrite_ns = retention.rewrites(plan, known.index_files, coverage, earliest)
     return StreamIndexWork(
         number,
         plan,
         tuple(build_order(found)[:SEGMENTS_OFFERED_MAX]),
-        tuple(due_merges(plan, known.companions, scope.merge, retention.part)),
+        tuple(due_merges(plan, known.index_files, scope.merge, retention.part)),
         small.runs,
         tuple(rewrites),
         len(found) + len(stuck),
         sum(one.info.payload_bytes for one in found),
         found[0].info.last_ns if found else 0,
         len(stuck),
-        tuple(stale_index_files(plan, known.companions, coverage)),
+        tuple(stale_index_files(plan, known.index_files, coverage)),
         summarise_index(plan, segments, known, coverage),
         min((at_ns for at_ns in (small.next_ns, rewrite_ns) if at_ns is not None), default=None),
     )

@@ -253,7 +253,7 @@ class RestoreStore:
         self,
         outcomes: Sequence[RestoreOutcome],
         segments: Sequence[tuple[int, SegmentInfo]],
-        companions: Sequence[tuple[int, IndexFile]] = (),
+        index_files: Sequence[tuple[int, IndexFile]] = (),
     ) -> None:
         db, cold = self.db, self.db.cold
         with db.write():
@@ -262,8 +262,8 @@ class RestoreStore:
                     info.first, info.last, self._encode(info), b""
                 )  # footers are fetched if read
                 cold.put_segment(number, row, info.last_ns)
-            for number, companion in companions:
-                db.companions.put(number, companion)
+            for number, index_file in index_files:
+                db.index_files.put(number, index_file)
             for outcome in outcomes:
                 self._put(outcome)
         self._found("BEGIN")

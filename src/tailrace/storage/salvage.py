@@ -300,7 +300,7 @@ class DirectorySalvage:
         self._note_gaps(files, seq if seq_known else None)
         sealed_later = self._sealed_in(files)
         with db.write():
-            for table in (db.cold, db.documents, db.companions, db.trims):
+            for table in (db.cold, db.documents, db.index_files, db.trims):
                 table.create()
             self._repair(db, sealed_later)
         for file in files:

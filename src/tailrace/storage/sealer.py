@@ -302,7 +302,7 @@ class Sealer:
         )  # not an argument: other users can read those
         self._meta = MetaObjectSealer(self._store, self._objects, setup.fence, recovery_key, self._threads)
         self._documents = DocumentObjects(MetaObjects(self._objects, setup.fence))
-        self._companions = IndexFileSealer(
+        self._index_files = IndexFileSealer(
             self._store, self._objects, self._manifests, self._threads, setup.limits
         )
         self._compact = CompactionSealer(
@@ -329,7 +329,7 @@ class Sealer:
             elif job.kind == "compact":
                 await self._compact.do(job, report)
             elif job.kind in ("publish", "plan"):
-                await self._companions.do(job, report)
+                await self._index_files.do(job, report)
             else:
                 work = {"heads": self._head, "bury": self._bury, "trim": self._trim}
                 await self._several(job, report, work[job.kind])

@@ -82,7 +82,7 @@ def stored_plans(store: StoredStreams, head: ManifestHead) -> PlanHistory:
 async def superseded_plans(
     objects: ObjectStore,
     head: ManifestHead,
-    companions: AsyncIterator[IndexFile],
+    index_files: AsyncIterator[IndexFile],
     found: Sequence[ObjectInfo],
     oldest_ns: int,
     remembered: LookUpPlans | None,
@@ -100,7 +100,7 @@ async def superseded_plans(
         return []
     books = [book] if remembered is None else [book, await remembered(head)]
     known = {each.wanted.hash for each in books if each.wanted is not None}
-    known |= {one.plan_hash async for one in companions}
+    known |= {one.plan_hash async for one in index_files}
     named = {prefix + plan_name(plan_hash) for plan_hash in known}
     return [
         info for info in plans if info.key not in named and await _is_older_than(objects, info.key, oldest_ns)
@@ -285,7 +285,7 @@ class Sweeper:
             oldest_ns = now_ns if self._offline else now_ns - self._orphan_age_ns
             old = [info for info in old if info.modified_ns <= oldest_ns]
             await self._drop(await self._unlisted(stored.head, old, oldest_ns))
-            listed = self._manifests.companions(stored.head)
+            listed = self._manifests.index_files(stored.head)
             plans = await superseded_plans(
                 self._objects, stored.head, listed, old, oldest_ns, self._remembered
             )
@@ -296,7 +296,7 @@ class Sweeper:
         found = [info for info in old if index_file_range(info.key.removeprefix(prefix)) is not None]
         if not found:
             return []
-        named = {one.object async for one in self._manifests.companions(head)}
+        named = {one.object async for one in self._manifests.index_files(head)}
         named |= {one.object for one in head.retired if one.at_ns > oldest_ns}
         reason = "the manifest does not list it"
         return [_orphan(info, reason) for info in found if info.key.removeprefix(prefix) not in named]
@@ -343,8 +343,8 @@ class Sweeper:
         if any(key.startswith("manifest/") for key in keys):
             named |= {ref.key async for ref in self._manifests.pages(head.stream_id).walk_pages(head.pages)}
         if any(key.startswith("catalogue/") for key in keys):
-            pages = self._manifests.companion_pages(head.stream_id)
-            named |= {ref.key async for ref in pages.walk_pages(head.companion_pages)}
+            pages = self._manifests.index_file_pages(head.stream_id)
+            named |= {ref.key async for ref in pages.walk_pages(head.index_file_pages)}
         ranges = [
             entries for key in keys if key.startswith("segments/") and (entries := entry_range_of_key(key))
         ]

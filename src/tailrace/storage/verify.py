@@ -182,7 +182,7 @@ class VerifyReport(msgspec.Struct):
     streams: int = 0
     tombstones: int = 0
     segments: int = 0
-    companions: int = 0
+    index_files: int = msgspec.field(name="companions", default=0)
     entries: int = 0
     bytes: int = 0
     bytes_known: int = 0
@@ -242,7 +242,7 @@ class Verifier:
         head = stored.head
         self.seen.streams += 1
         self.seen.tombstones += head.deleted is not None
-        self.seen.bytes_known += head.segment_bytes + head.companion_bytes
+        self.seen.bytes_known += head.segment_bytes + head.index_file_bytes
         async with asyncio.TaskGroup() as tasks:
             try:
                 await self._walk(head, tasks)
@@ -265,9 +265,9 @@ class Verifier:
             await self._room.acquire(info.bytes)
             tasks.create_task(self._segment(head, info))
         self._ends(head, previous)
-        async for companion in self._manifests.companions(head):
-            await self._room.acquire(companion.bytes)
-            tasks.create_task(self._companion(head, companion))
+        async for index_file in self._manifests.index_files(head):
+            await self._room.acquire(index_file.bytes)
+            tasks.create_task(self._verify_index_file(head, index_file))
 
     # -- the manifest ------------------------------------------------------------------------------------
 
@@ -333,27 +333,27 @@ class Verifier:
         for problem in problems:
             self._find(head.name, head.stream_id, info.key, problem)
 
-    async def _companion(self, head: ManifestHead, companion: IndexFile) -> None:
+    async def _verify_index_file(self, head: ManifestHead, index_file: IndexFile) -> None:
         """Checks the file as it was published. Its content is not compared with the segments."""
         problem = ""
         try:
-            raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + companion.object)
-            if len(raw) != companion.bytes:
-                problem = f"it has {len(raw)} bytes instead of the recorded {companion.bytes}"
-            elif (await asyncio.to_thread(hashlib.sha256, raw)).hexdigest() != companion.sha256:
+            raw, _etag = await self._objects.get(stream_prefix(head.stream_id) + index_file.object)
+            if len(raw) != index_file.bytes:
+                problem = f"it has {len(raw)} bytes instead of the recorded {index_file.bytes}"
+            elif (await asyncio.to_thread(hashlib.sha256, raw)).hexdigest() != index_file.sha256:
                 problem = "its SHA-256 is not the recorded one"
-            elif not has_valid_name(companion):
+            elif not has_valid_name(index_file):
                 problem = "its name does not match what is recorded about it"
         except ObjectMissingError:
             if await self._moved_on(head):
                 return  # replaced by another one, or trimmed
             problem = "it does not exist"
         finally:
-            await self._room.release(companion.bytes)
-        self.seen.companions += 1
-        self.seen.bytes += companion.bytes
+            await self._room.release(index_file.bytes)
+        self.seen.index_files += 1
+        self.seen.bytes += index_file.bytes
         if problem:
-            self._find(head.name, head.stream_id, companion.object, problem)
+            self._find(head.name, head.stream_id, index_file.object, problem)
 
     async def _unlisted(self, head: ManifestHead, info: SegmentInfo) -> bool:
         """Whether it is no longer listed: removed by retention, or merged into another one."""

@@ -297,8 +297,8 @@ def test_rollups_are_taken_apart_before_retention_comes_to_them(
     assert pipeline.publish(pipeline.merge(shown, work)).status == 200
 
     def listed() -> list[tuple[int, int]]:
-        companions = head_of(pipeline, shown)["companions"]
-        return sorted((one[1], one[2]) for one in companions if one[0] == "agg")
+        index_files = head_of(pipeline, shown)["companions"]
+        return sorted((one[1], one[2]) for one in index_files if one[0] == "agg")
 
     def add(size: int) -> None:
         """One entry of so many bytes."""
@@ -349,8 +349,8 @@ def test_what_retention_has_left_of_a_merged_file_is_built_again(
     assert pipeline.publish(pipeline.merge(shown, work)).status == 200
 
     def listed() -> list[tuple[int, int]]:
-        companions = head_of(pipeline, shown)["companions"]
-        return sorted((one[1], one[2]) for one in companions if one[0] == "fts")
+        index_files = head_of(pipeline, shown)["companions"]
+        return sorted((one[1], one[2]) for one in index_files if one[0] == "fts")
 
     assert listed() == [(1, 6)]
     assert call("POST", ev, [{"at": 0, "who": "w", "what": "x" * 915}]).status == 204

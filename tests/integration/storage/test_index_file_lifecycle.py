@@ -61,8 +61,8 @@ def test_every_fact_is_told_once(call: Caller, pipeline: FakePipeline, ev: str) 
     assert [(one["first"], one["last"], one["epoch"]) for one in segments] == [(1, 3, 0), (4, 6, 0)]
     assert {one["object"] for one in segments} == {one["object"] for one in uncovered(shown)}
     assert operations(found, "plan") == ["update"]
-    companions = [one for one in found if one["type"] == "companion"]
-    assert [one["value"]["families"] for one in companions] == [FAMILIES, FAMILIES]
+    index_files = [one for one in found if one["type"] == "companion"]
+    assert [one["value"]["families"] for one in index_files] == [FAMILIES, FAMILIES]
     assert call("POST", "__segments__", [{}]).status == 405
     assert call("DELETE", ev).status == 204
     found = events(call, shown["stream_id"])

@@ -97,7 +97,7 @@ class CompactStates(FamilyStates):
         self.seal()
         infos = self.segments_of(self.stream.number)
         ranges = {(info.first, info.last) for info in infos}
-        parts = [one for one in self.families.companions if (one.first, one.last) not in ranges]
+        parts = [one for one in self.families.index_files if (one.first, one.last) not in ranges]
         begin = infos[-1].first if newest_only and infos else 0
         if all(one.last < begin for one in parts):
             super().build(families, newest_only, before, with_rollups)

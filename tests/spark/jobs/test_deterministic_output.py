@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.aggregate_model import rollup_view
-from support.companions import STREAM_ID, Stored, plan_of
+from support.index_files import STREAM_ID, Stored, plan_of
 from support.pipeline import Shelf
 from support.queries import payload_of
 from tailrace.spark.jobs.index_build import IndexBuildJob

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.companions import Split, Stored, plan_of, rows_in
+from support.index_files import Split, Stored, plan_of, rows_in
 from support.pipeline import Shelf
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config

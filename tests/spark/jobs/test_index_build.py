@@ -11,7 +11,7 @@ from pyspark import cloudpickle
 
 from support import failing
 from support.aggregate_model import rollup_view
-from support.companions import Stored, build, plan_of
+from support.index_files import Stored, build, plan_of
 from support.pipeline import PREFIX, FakeOwner, Shelf, run_once
 from support.queries import payload_of
 from tailrace.spark.jobs import index_build

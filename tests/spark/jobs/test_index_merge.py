@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.aggregate_model import rollup_view
-from support.companions import STREAM_ID, Split, Stored, build, plan_of, rows_in
+from support.index_files import STREAM_ID, Split, Stored, build, plan_of, rows_in
 from support.pipeline import Shelf
 from support.queries import payload_of
 from tailrace.search.index_files.format import key_hash
@@ -61,7 +61,7 @@ def shelf(tmp_path: Path) -> Shelf:
     return Shelf(tmp_path / "store", plan_of(rollup_view().registry))
 
 
-def _companions(shelf: Shelf, count: int) -> dict[str, list[dict[str, Any]]]:
+def _index_files(shelf: Shelf, count: int) -> dict[str, list[dict[str, Any]]]:
     """Companions of segments one after the other, by family."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(count):
@@ -92,17 +92,17 @@ def _work(family: str, level: int, first: int, last: int, inputs: list[dict[str,
 
 
 def test_merged_is_what_all_at_once_would_be(spark: SparkSession, shelf: Shelf) -> None:
-    companions = _companions(shelf, 3)
+    index_files = _index_files(shelf, 3)
     whole = build(_rows(1, 42), shelf.plan)
     stream = StreamPlan("s", STREAM_ID, 0, shelf.ref)
     job = IndexMergeJob(spark, shelf.url)
     for family in ("routing_key_index", "routing_key_lexicon", "exact", "agg", "fts"):
-        if family not in companions:
+        if family not in index_files:
             continue
-        publication = job.run(stream, _work(family, 1, 1, 42, companions[family]))
+        publication = job.run(stream, _work(family, 1, 1, 42, index_files[family]))
         (added,) = publication.add
         assert (added.first, added.last, added.rows) == (1, 42, 42)
-        assert publication.replace == [one["companion"] for one in companions[family]]
+        assert publication.replace == [one["companion"] for one in index_files[family]]
         data = shelf.get(added.object)
         if family == "routing_key_index":
             assert rows_in(data) == rows_in(whole[family].data)

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.companions import STREAM_ID, Stored, build, plan_of
 
+from support.index_files import STREAM_ID, Stored, build, plan_of
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import Binding, Field, SearchConfig
 from tailrace.search.index_files.file_cache import LoadedContent, UnusableFileError

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from support.aggregate_model import rollup_view
 from support.buckets import overwrite
-from support.companions import STREAM_ID, Stored, build, plan_of
+from support.index_files import STREAM_ID, Stored, build, plan_of
 from support.queries import payload_of
 from support.s3 import S3Server
 from tailrace.common.limits import Limits

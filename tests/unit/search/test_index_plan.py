@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from support.companions import Stored, build, plan_of, rows_in
+from support.index_files import Stored, build, plan_of, rows_in
 from tailrace.schema.registry import Registry, RoutingKey, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.index_files.format import FTS
@@ -209,14 +209,14 @@ def test_names_of_companions() -> None:
     assert name == (
         "companions/abababababababab/col/00000000000000000001-00000000000000000020.cdcdcdcdcdcdcdcd.parquet"
     )
-    companion = IndexFile("col", 1, 20, 20, name, 5, "cd" * 32, {}, plan_hash)
-    assert has_valid_name(companion)
-    assert not has_valid_name(msgspec.structs.replace(companion, first=2))
+    index_file = IndexFile("col", 1, 20, 20, name, 5, "cd" * 32, {}, plan_hash)
+    assert has_valid_name(index_file)
+    assert not has_valid_name(msgspec.structs.replace(index_file, first=2))
     assert index_file_range(name) == (1, 20)
     assert index_file_range("segments/x") is None
     assert plan_name(plan_hash) == f"plans/{'ab' * 32}.json"
-    assert msgspec.json.decode(msgspec.json.encode(companion), type=IndexFile) == companion
-    assert cast("list[object]", msgspec.json.decode(msgspec.json.encode(companion)))[4] == name
+    assert msgspec.json.decode(msgspec.json.encode(index_file), type=IndexFile) == index_file
+    assert cast("list[object]", msgspec.json.decode(msgspec.json.encode(index_file)))[4] == name
 
 
 def _probe() -> list[Stored]:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.buckets import overwrite
-from support.companions import STREAM_ID
+from support.index_files import STREAM_ID
 from tailrace.common.limits import Limits
 from tailrace.search.index_files.file_cache import (
     FileContent,

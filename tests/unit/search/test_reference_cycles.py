@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.aggregate_model import rollup_view
-from support.companions import Stored, build, plan_of
+from support.index_files import Stored, build, plan_of
 from support.queries import payload_of
 from support.search_model import registry_of
 from tailrace.search.collector import HitCollector

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from support.aggregate_model import rollup_view
-from support.companions import Stored, build, plan_of
+from support.index_files import Stored, build, plan_of
 from support.queries import payload_of
 from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.search.aggregates.array_states import ArrayStates

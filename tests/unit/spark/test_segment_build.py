@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.aggregate_model import rollup_search
-from support.companions import (
+from support.index_files import (
     Oracle,
     Split,
     Stored,

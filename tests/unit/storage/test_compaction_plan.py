@@ -145,10 +145,10 @@ def offer(info: SegmentInfo, inputs: list[SegmentInfo] | None = None, **changes:
 
 
 def refusal(
-    body: PublishRequest, plan: PlanRecord | None = None, companions: tuple[IndexFile, ...] = ()
+    body: PublishRequest, plan: PlanRecord | None = None, index_files: tuple[IndexFile, ...] = ()
 ) -> str:
     with pytest.raises(TailraceError) as refused:
-        decide_compaction(body, plan, companions, LISTED)
+        decide_compaction(body, plan, index_files, LISTED)
     return refused.value.code
 
 
@@ -180,7 +180,7 @@ def test_what_may_not() -> None:
     assert refusal(msgspec.convert(wrong, PublishRequest)) == "invalid_request"
 
 
-def companion(family: str, first: int, last: int, level: int = 0) -> IndexFile:
+def index_file(family: str, first: int, last: int, level: int = 0) -> IndexFile:
     return IndexFile(family, first, last, last - first + 1, f"{family}{first}", 1, "", {}, "p", level, "f")
 
 
@@ -189,9 +189,9 @@ PLAN = PlanRecord(1, "p", {"agg": "f"})
 
 def test_half_built_segments_are_left_alone() -> None:
     assert decide_compaction(offer(joined()), PLAN, (), LISTED) is not None
-    whole = (companion("agg", 1, 2), companion("agg", 3, 8))
+    whole = (index_file("agg", 1, 2), index_file("agg", 3, 8))
     assert decide_compaction(offer(joined()), PLAN, whole, LISTED) is not None
-    assert refusal(offer(joined()), PLAN, (companion("agg", 3, 4),)) == "range_conflict"
+    assert refusal(offer(joined()), PLAN, (index_file("agg", 3, 4),)) == "range_conflict"
 
 
 # -- rollups and retention ------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_rollups_are_merged_within_a_part_of_the_retained_time() -> None:
         msgspec.structs.replace(info, first_ns=info.first_ns + HOUR_NS, last_ns=info.last_ns + HOUR_NS)
         for info in infos[2:]
     ]
-    each = [companion("agg", info.first, info.last) for info in infos]
+    each = [index_file("agg", info.first, info.last) for info in infos]
     rule = MergeRule(span=4, fan_out=2, level_max=2)
     free = RollupRetention(infos, NO_LIFETIME, 100, CREATED_NS)
     assert [one.inputs for one in due_merges(PLAN, each, rule, free.part)] == [tuple(each)]
@@ -216,9 +216,9 @@ def test_rollups_are_merged_within_a_part_of_the_retained_time() -> None:
 def test_rollups_are_taken_apart_before_retention_comes_to_them() -> None:
     infos = some(6)
     merged = [
-        companion("agg", 1, 4, 1),
-        companion("agg", 5, 8, 1),
-        *(companion("agg", n, n + 1) for n in (9, 11)),
+        index_file("agg", 1, 4, 1),
+        index_file("agg", 5, 8, 1),
+        *(index_file("agg", n, n + 1) for n in (9, 11)),
     ]
     coverage = Coverage(PLAN, merged)
     lifetime = Lifetime(retention_s=36_000)  # a part of it is an hour
@@ -244,7 +244,7 @@ def test_what_retention_has_left_of_a_merged_file_is_built_again() -> None:
     """Text splits stay right when entries go, but carry them along, and no score comes from them any more."""
     plan = PlanRecord(1, "p", {"fts": "f"})
     infos = some(6)
-    merged = [companion("fts", 1, 8, 1), *(companion("fts", n, n + 1) for n in (9, 11))]
+    merged = [index_file("fts", 1, 8, 1), *(index_file("fts", n, n + 1) for n in (9, 11))]
     coverage = Coverage(plan, merged)
 
     def left(earliest: int) -> list[tuple[SegmentInfo, ...]]:

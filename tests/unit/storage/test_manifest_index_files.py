@@ -36,7 +36,7 @@ STREAM = facts(1).stream_id
 RULE = MergeRule(span=2, fan_out=2, level_max=2)
 
 
-def companion(
+def index_file(
     family: str, first: int, last: int, *, text: str = "", print_: str = "f1", level: int = 0
 ) -> IndexFile:
     sha256 = hashlib.sha256(f"{family}{first}{last}{text}".encode()).hexdigest()
@@ -44,8 +44,8 @@ def companion(
     return IndexFile(family, first, last, last - first + 1, key, 4, sha256, {}, PLAN, level, print_)
 
 
-async def put(objects: ObjectStore, *companions: IndexFile) -> None:
-    for one in companions:
+async def put(objects: ObjectStore, *index_files: IndexFile) -> None:
+    for one in index_files:
         await objects.create(stream_prefix(STREAM) + one.object, b"file")
 
 
@@ -62,7 +62,7 @@ def run(name: str, work: Callable[[ObjectStore, ManifestStore, FakeClock], Await
 
 
 async def listed(manifests: ManifestStore, head: ManifestHead) -> set[str]:
-    return {one.object async for one in manifests.companions(head)}
+    return {one.object async for one in manifests.index_files(head)}
 
 
 async def is_there(objects: ObjectStore, one: IndexFile) -> bool:
@@ -75,18 +75,18 @@ async def is_there(objects: ObjectStore, one: IndexFile) -> bool:
 
 def test_p4_listed_once_whatever_is_repeated() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
-        some = [companion("col", 1, 10), companion("fts", 1, 10)]
+        some = [index_file("col", 1, 10), index_file("fts", 1, 10)]
         with pytest.raises(IndexFileMissingError):
-            await manifests.publish_companions(STREAM, some, [])
+            await manifests.publish_index_files(STREAM, some, [])
         await put(objects, *some)
-        head, new = await manifests.publish_companions(STREAM, some, [])
+        head, new = await manifests.publish_index_files(STREAM, some, [])
         assert new == some
-        again, new = await manifests.publish_companions(STREAM, some, [])
+        again, new = await manifests.publish_index_files(STREAM, some, [])
         assert (again, new) == (head, [])
         # What the owner does not know of, since it was killed, gives way to what it adds.
-        other = companion("fts", 1, 10, text="other bytes")
+        other = index_file("fts", 1, 10, text="other bytes")
         await put(objects, other)
-        head, _ = await manifests.publish_companions(STREAM, [some[0], other], [])
+        head, _ = await manifests.publish_index_files(STREAM, [some[0], other], [])
         assert await listed(manifests, head) == {some[0].object, other.object}
         assert [one.object for one in head.retired] == [some[1].object]
 
@@ -95,24 +95,24 @@ def test_p4_listed_once_whatever_is_repeated() -> None:
 
 def test_what_is_replaced_stays_a_little_while() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
-        inputs = [companion("exact", 1, 10), companion("exact", 11, 20)]
-        output = companion("exact", 1, 20, level=1)
-        later = [companion("col", first, first + 9) for first in range(1, 41, 10)]
+        inputs = [index_file("exact", 1, 10), index_file("exact", 11, 20)]
+        output = index_file("exact", 1, 20, level=1)
+        later = [index_file("col", first, first + 9) for first in range(1, 41, 10)]
         await put(objects, *inputs, output, *later)
-        await manifests.publish_companions(STREAM, inputs, [])
-        head, _ = await manifests.publish_companions(STREAM, [output], [one.object for one in inputs])
+        await manifests.publish_index_files(STREAM, inputs, [])
+        head, _ = await manifests.publish_index_files(STREAM, [output], [one.object for one in inputs])
         assert await listed(manifests, head) == {output.object}
-        await manifests.publish_companions(STREAM, later[:1], [])
-        await manifests.publish_companions(STREAM, later[1:2], [])
+        await manifests.publish_index_files(STREAM, later[:1], [])
+        await manifests.publish_index_files(STREAM, later[1:2], [])
         assert await is_there(objects, inputs[0])  # two generations, but not long enough
         clock.advance(300)
         # One that is listed again is not deleted.
-        head, _ = await manifests.publish_companions(STREAM, [later[2], inputs[1]], [output.object])
+        head, _ = await manifests.publish_index_files(STREAM, [later[2], inputs[1]], [output.object])
         assert not await is_there(objects, inputs[0])
         assert await is_there(objects, inputs[1])
         assert [one.object for one in head.retired] == [output.object]
         clock.advance(300)
-        head, _ = await manifests.publish_companions(STREAM, later[3:], [])
+        head, _ = await manifests.publish_index_files(STREAM, later[3:], [])
         assert await is_there(objects, output)  # long enough, but one generation only
         assert len(head.retired) <= RETIRED_MAX
 
@@ -121,34 +121,34 @@ def test_what_is_replaced_stays_a_little_while() -> None:
 
 def test_retention_takes_them_and_a_tombstone_all() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
-        some = [companion(family, first, first + 9) for family in ("col", "agg") for first in (1, 11, 21)]
-        wide = companion("agg", 21, 40, level=1)
+        some = [index_file(family, first, first + 9) for family in ("col", "agg") for first in (1, 11, 21)]
+        wide = index_file("agg", 21, 40, level=1)
         await put(objects, *some, wide)
-        await manifests.publish_companions(STREAM, [*some[:5], wide], [])
+        await manifests.publish_index_files(STREAM, [*some[:5], wide], [])
         head = await manifests.trim(STREAM, 20)
         assert await listed(manifests, head) == {some[2].object, wide.object}
         # Sums over entries of which some are gone are not right any more.
         head = await manifests.trim(STREAM, 30)
         assert await listed(manifests, head) == set()
-        head, new = await manifests.publish_companions(STREAM, some[:1], [])
+        head, new = await manifests.publish_index_files(STREAM, some[:1], [])
         assert new == []
         head = await manifests.delete_stream(facts(1000), clock.now_ns(), "deleted")
-        assert (head.companions, head.companion_pages, head.retired) == ((), (), ())
+        assert (head.index_files, head.index_file_pages, head.retired) == ((), (), ())
         with pytest.raises(StreamDeletedError):
-            await manifests.publish_companions(STREAM, some[:1], [])
+            await manifests.publish_index_files(STREAM, some[:1], [])
 
     run("retention", work)
 
 
 def test_any_number_of_them_at_the_same_cost() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
-        pages = IndexFilePages(objects, STREAM, companions_max=2)
+        pages = IndexFilePages(objects, STREAM, index_files_max=2)
         listed_ = ListedIndexFiles((), ())
-        everything = [companion("col", first, first) for first in range(1, 2 * INDEX_FILE_PAGES_MAX + 10)]
+        everything = [index_file("col", first, first) for first in range(1, 2 * INDEX_FILE_PAGES_MAX + 10)]
         sizes: list[int] = []
         for start in range(0, len(everything), 4):
             before = objects.bytes_out
-            grown = (*listed_.companions, *everything[start : start + 4])
+            grown = (*listed_.index_files, *everything[start : start + 4])
             listed_ = await pages.roll(ListedIndexFiles(listed_.pages, grown))
             sizes.append(objects.bytes_out - before)
         assert max(ref.level for ref in listed_.pages) == 1
@@ -168,14 +168,14 @@ def test_any_number_of_them_at_the_same_cost() -> None:
 
 def test_a_head_stays_small() -> None:
     async def work(objects: ObjectStore, manifests: ManifestStore, clock: FakeClock) -> None:
-        some = [companion("col", first, first) for first in range(1, INDEX_FILES_MAX + 11)]
+        some = [index_file("col", first, first) for first in range(1, INDEX_FILES_MAX + 11)]
         await put(objects, *some)
-        head, _ = await manifests.publish_companions(STREAM, some, [])
-        assert (len(head.companion_pages), len(head.companions)) == (1, 10)
-        assert head.companion_count == len(some)
+        head, _ = await manifests.publish_index_files(STREAM, some, [])
+        assert (len(head.index_file_pages), len(head.index_files)) == (1, 10)
+        assert head.index_file_count == len(some)
         assert len(encode_manifest(head)) < 100_000
-        head, _ = await manifests.publish_companions(STREAM, [], [some[3].object])
-        assert head.companion_count == len(some) - 1
+        head, _ = await manifests.publish_index_files(STREAM, [], [some[3].object])
+        assert head.index_file_count == len(some) - 1
         assert [one.object for one in head.retired] == [some[3].object]
 
     run("small", work)
@@ -184,10 +184,10 @@ def test_a_head_stays_small() -> None:
 def test_coverage_is_of_entries_not_of_files() -> None:
     plan = PlanRecord(1, PLAN, {"col": "f1", "exact": "e1"})
     files = [
-        companion("col", 1, 20),
-        companion("col", 21, 30),
-        companion("col", 31, 40, print_="older"),
-        companion("exact", 1, 10, print_="e1"),
+        index_file("col", 1, 20),
+        index_file("col", 21, 30),
+        index_file("col", 31, 40, print_="older"),
+        index_file("exact", 1, 10, print_="e1"),
     ]
     coverage = Coverage(plan, files)
     assert coverage.covers("col", 5, 25)
@@ -198,9 +198,9 @@ def test_coverage_is_of_entries_not_of_files() -> None:
     assert [(one.info.first, one.families) for one in found] == [(11, ("exact",)), (31, ("col", "exact"))]
     assert stuck == [segments[2]]
     assert stale_index_files(plan, files, coverage) == []
-    newer = [*files, companion("col", 31, 40, text="new")]
+    newer = [*files, index_file("col", 31, 40, text="new")]
     assert stale_index_files(plan, newer, Coverage(plan, newer)) == [files[2].object]
-    assert stale_index_files(plan, [companion("fts", 1, 10)], coverage) == [companion("fts", 1, 10).object]
+    assert stale_index_files(plan, [index_file("fts", 1, 10)], coverage) == [index_file("fts", 1, 10).object]
 
 
 def test_the_newest_eight_come_first() -> None:
@@ -212,17 +212,17 @@ def test_the_newest_eight_come_first() -> None:
 
 def test_merges_are_of_neighbours_of_one_level() -> None:
     plan = PlanRecord(1, PLAN, {"exact": "f1", "col": "f1", "fts": "f1"})
-    first, second, third = (companion("exact", start, start + 9) for start in (1, 11, 21))
+    first, second, third = (index_file("exact", start, start + 9) for start in (1, 11, 21))
     assert due_merges(plan, [first, third], RULE) == []
     (merge,) = due_merges(plan, [third, second, first], RULE)
     assert (merge.family, merge.level, merge.first, merge.last) == ("exact", 1, 1, 20)
     assert merge.inputs == (first, second)
     # Several files of one range go together; columns are not merged; the last level stays.
-    parts = [companion("exact", 11, 20, text=text) for text in ("a", "b")]
+    parts = [index_file("exact", 11, 20, text=text) for text in ("a", "b")]
     (merge,) = due_merges(plan, [first, *parts], RULE)
     assert list(merge.inputs) == [first, *parts]
-    assert due_merges(plan, [companion("col", 1, 10), companion("col", 11, 20)], RULE) == []
-    top = [companion("exact", 1, 20, level=2), companion("exact", 21, 40, level=2)]
+    assert due_merges(plan, [index_file("col", 1, 10), index_file("col", 11, 20)], RULE) == []
+    top = [index_file("exact", 1, 20, level=2), index_file("exact", 21, 40, level=2)]
     assert due_merges(plan, top, RULE) == []
-    wide = [companion("fts", 1, 900_000), companion("fts", 900_001, 1_800_000)]
+    wide = [index_file("fts", 1, 900_000), index_file("fts", 900_001, 1_800_000)]
     assert due_merges(plan, wide, RULE) == []

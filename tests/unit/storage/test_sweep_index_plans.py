@@ -66,8 +66,8 @@ async def _fill(objects: ObjectStore, manifests: ManifestStore) -> None:
     await manifests.publish(facts(4, meta_keys=(INDEX_DOCUMENT,)), [segment(1, 4)])
     name = index_file_name(BUILT_BY, "col", 1, 4, "0" * 64, "parquet")
     await objects.create(PREFIX + name, b"a companion")
-    companion = IndexFile("col", 1, 4, 4, name, 11, "0" * 64, {}, BUILT_BY)
-    await manifests.publish_companions(STREAM, [companion], [])
+    index_file = IndexFile("col", 1, 4, 4, name, 11, "0" * 64, {}, BUILT_BY)
+    await manifests.publish_index_files(STREAM, [index_file], [])
     for plan_hash in (RECORDED, REMEMBERED, BUILT_BY, NOBODYS):
         await objects.create(PREFIX + plan_name(plan_hash), b"a plan")
 

@@ -65,7 +65,7 @@ class _StreamIndexFiles(NamedTuple):
     upto: int
 
     def is_as(self, other: _StreamIndexFiles) -> bool:
-        same = self.found.companions is other.found.companions and self.found.plans is other.found.plans
+        same = self.found.index_files is other.found.index_files and self.found.plans is other.found.plans
         return same and (self.stream_id, self.upto) == (other.stream_id, other.upto)
 
 
@@ -115,7 +115,7 @@ class IndexCatalogue:
         parts: list[_StreamIndexFiles] = []
         for owner, upto in self._levels(stream):
             found = await self._list_files(owner)
-            if found.companions and (owner is stream or has_same_versions(view.registry, owner, upto)):
+            if found.index_files and (owner is stream or has_same_versions(view.registry, owner, upto)):
                 identity = make_stream_id(owner.name, owner.incarnation)
                 parts.append(_StreamIndexFiles(found, identity, FOREVER if owner is stream else upto))
         if not parts:
@@ -184,7 +184,7 @@ def _build_all_spans(parts: list[_StreamIndexFiles], view: RecordView) -> _Cache
     for found, identity, upto in parts:
         plans = {plan.hash: plan for plan in found.plans.plans}
         # A file that continues behind the fork covers entries that the fork does not have.
-        shown = [one for one in found.companions if one.last <= upto]
+        shown = [one for one in found.index_files if one.last <= upto]
         spans += build_spans(prints, shown, plans, identity)
         rollups += find_rollup_files(prints, shown, plans, identity)
     return _CachedSpans(parts, view, spans, rollups)
@@ -277,7 +277,7 @@ class RoutingKeyIndex:
 
     async def _runs(self, stream: Stream, family: str) -> list[list[UsableFile]]:
         """The files of a family by the range they cover, in order; a large range may have several files."""
-        index_files = (await self._catalogue.index_files(stream)).companions
+        index_files = (await self._catalogue.index_files(stream)).index_files
         identity = make_stream_id(stream.name, stream.incarnation)
         cached = self._cached.get((identity, family))
         if cached is None or cached.index_files is not index_files:

@@ -21,12 +21,12 @@ from tailrace.common.logging_setup import log_fields
 from tailrace.storage.hot_store.tables import (
     COLD_SCHEMA,
     DOCUMENT_SCHEMA,
+    INDEX_FILE_SCHEMA,
     ColdTables,
     DocumentTable,
     IndexFileTables,
     RetentionTables,
 )
-from tailrace.storage.hot_store.tables import INDEX_FILE_SCHEMA as COMPANION_SCHEMA
 from tailrace.storage.hot_store.tables import RETENTION_SCHEMA as TRIM_SCHEMA
 
 logger = logging.getLogger("tailrace.store")
@@ -50,7 +50,7 @@ CREATE TABLE IF NOT EXISTS blocks(
     UNIQUE(number, first));
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 """
-_FULL_SCHEMA = _SCHEMA + COLD_SCHEMA + TRIM_SCHEMA + DOCUMENT_SCHEMA + COMPANION_SCHEMA
+_FULL_SCHEMA = _SCHEMA + COLD_SCHEMA + TRIM_SCHEMA + DOCUMENT_SCHEMA + INDEX_FILE_SCHEMA
 
 
 _BLOCK_COLUMNS = "first, last, ends, times, keys, body"
@@ -106,7 +106,7 @@ class HotDatabase:
         self.cold = ColdTables(self)
         self.trims = RetentionTables(self)
         self.documents = DocumentTable(self)
-        self.companions = IndexFileTables(self)
+        self.index_files = IndexFileTables(self)
         try:
             if read_only:
                 self._open_read_only(path)
@@ -337,7 +337,7 @@ class HotDatabase:
         self.cold.delete_stream(number)
         self.trims.delete_stream(number)
         self.documents.delete_stream(number)
-        self.companions.delete_stream(number)
+        self.index_files.delete_stream(number)
         for table in ("streams", "producers"):
             self.execute(f"DELETE FROM {table} WHERE number=?", (number,))  # noqa: S608 - names of ours
 

@@ -477,10 +477,10 @@ class IndexFileTables:
                 if statement.strip():
                     self._db.execute(statement)
 
-    def put(self, number: int, companion: IndexFile) -> None:
+    def put(self, number: int, index_file: IndexFile) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO companions VALUES(?, ?, ?, ?, ?)",
-            (number, companion.object, companion.first, companion.last, _encode_row(companion)),
+            (number, index_file.object, index_file.first, index_file.last, _encode_row(index_file)),
         )
 
     def put_quarantine(self, number: int, found: QuarantinedSegment) -> None:

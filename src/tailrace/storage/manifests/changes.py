@@ -130,8 +130,8 @@ def tombstone_head(
         producers_key=None,
         producers_sha256="",
         meta_keys=(),
-        companion_pages=(),
-        companions=(),
+        index_file_pages=(),
+        index_files=(),
         retired=(),
         replaced=(),
     )
@@ -240,7 +240,7 @@ async def change_index_files(
             current.stream_id, f"the stream was {current.deleted.reason} and cannot be changed"
         )
     pages = IndexFilePages(objects, current.stream_id)
-    listed = ListedIndexFiles(current.companion_pages, current.companions)
+    listed = ListedIndexFiles(current.index_file_pages, current.index_files)
     known = await pages.find_listed(listed, {one.object for one in added})
     new = [one for one in added if one.object not in known and not is_trimmed(one, current.earliest)]
     await _check_objects(objects, current.stream_id, new)
@@ -248,12 +248,12 @@ async def change_index_files(
     gone = await pages.find_listed(listed, set(removed) - retained)
     gone |= await pages.equivalents(listed, new, retained)
     shorter = await pages.without(listed, gone)
-    grown = await pages.roll(ListedIndexFiles(shorter.pages, (*shorter.companions, *new)))
+    grown = await pages.roll(ListedIndexFiles(shorter.pages, (*shorter.index_files, *new)))
     if grown == listed:
         return IndexFileChange(current, [], [])
     stay, ripe = retire_objects(current, gone, retained, now_ns)
     head = msgspec.structs.replace(
-        current, companion_pages=grown.pages, companions=grown.companions, retired=stay
+        current, index_file_pages=grown.pages, index_files=grown.index_files, retired=stay
     )
     return IndexFileChange(head, [*pages.superseded, *ripe], new)
 
@@ -277,7 +277,7 @@ def retire_objects(
     return tuple(stay[-RETIRED_MAX:]), ripe
 
 
-async def _check_objects(objects: ObjectStore, stream_id: str, companions: Sequence[IndexFile]) -> None:
+async def _check_objects(objects: ObjectStore, stream_id: str, index_files: Sequence[IndexFile]) -> None:
     """Checks every object: nothing is listed that does not exist."""
     gate = asyncio.Semaphore(HEAD_REQUESTS_IN_PARALLEL)
     prefix = stream_prefix(stream_id)
@@ -292,7 +292,7 @@ async def _check_objects(objects: ObjectStore, stream_id: str, companions: Seque
             message = f"has {found.size} bytes instead of the reported {one.bytes}"
             raise IndexFileMissingError(stream_id, one.object, message)
 
-    outcomes = await asyncio.gather(*map(check, companions), return_exceptions=True)
+    outcomes = await asyncio.gather(*map(check, index_files), return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome

@@ -145,7 +145,7 @@ class IndexFilePageRef(msgspec.Struct, frozen=True, array_like=True):
     last: int
     sha256: str
     level: int  # 0: a page of index files; n: a page of pages of level n - 1
-    companions: int
+    index_files: int
     bytes: int  # of their files
 
 
@@ -155,7 +155,7 @@ class IndexFilePage(msgspec.Struct, frozen=True, kw_only=True):
     version: int = MANIFEST_VERSION
     attempt: str
     level: int = 0
-    companions: tuple[IndexFile, ...] = ()
+    index_files: tuple[IndexFile, ...] = msgspec.field(name="companions", default=())
     pages: tuple[IndexFilePageRef, ...] = ()
 
 
@@ -196,8 +196,8 @@ class ManifestHead(StreamFacts, frozen=True, kw_only=True):
     segments: tuple[SegmentInfo, ...] = ()
     producers_key: str | None = None
     producers_sha256: str = ""  # of the producers alone, to see whether they changed
-    companion_pages: tuple[IndexFilePageRef, ...] = ()
-    companions: tuple[IndexFile, ...] = ()
+    index_file_pages: tuple[IndexFilePageRef, ...] = msgspec.field(name="companion_pages", default=())
+    index_files: tuple[IndexFile, ...] = msgspec.field(name="companions", default=())
     retired: tuple[RetiredObject, ...] = ()
     replaced: tuple[ReplacedRange, ...] = ()
 
@@ -210,12 +210,12 @@ class ManifestHead(StreamFacts, frozen=True, kw_only=True):
         return sum(page.segments for page in self.pages) + len(self.segments)
 
     @property
-    def companion_count(self) -> int:
-        return sum(page.companions for page in self.companion_pages) + len(self.companions)
+    def index_file_count(self) -> int:
+        return sum(page.index_files for page in self.index_file_pages) + len(self.index_files)
 
     @property
-    def companion_bytes(self) -> int:
-        return sum(page.bytes for page in self.companion_pages) + sum(one.bytes for one in self.companions)
+    def index_file_bytes(self) -> int:
+        return sum(page.bytes for page in self.index_file_pages) + sum(one.bytes for one in self.index_files)
 
     @property
     def segment_bytes(self) -> int:

@@ -256,17 +256,17 @@ class ListedIndexFiles(NamedTuple):
     """What a head lists."""
 
     pages: IndexFilePageRefs
-    companions: tuple[IndexFile, ...]
+    index_files: tuple[IndexFile, ...]
 
 
 class IndexFilePages:
     """Reads and writes the pages of one stream, for one attempt to change its head."""
 
-    def __init__(self, objects: ObjectStore, stream_id: str, companions_max: int = INDEX_FILES_MAX) -> None:
+    def __init__(self, objects: ObjectStore, stream_id: str, index_files_max: int = INDEX_FILES_MAX) -> None:
         self._objects = objects
         self._stream_id = stream_id
         self._prefix = stream_prefix(stream_id)
-        self._companions_max = companions_max
+        self._index_files_max = index_files_max
         self._attempt = new_attempt_id()
         self.superseded: list[str] = []  # pages that are not needed once the head is replaced
 
@@ -283,10 +283,10 @@ class IndexFilePages:
         """Every index file; holds one page per level."""
         for ref in listed.pages:
             page = await self.load(ref)
-            async for companion in self.walk(ListedIndexFiles(page.pages, page.companions)):
-                yield companion
-        for companion in listed.companions:
-            yield companion
+            async for index_file in self.walk(ListedIndexFiles(page.pages, page.index_files)):
+                yield index_file
+        for index_file in listed.index_files:
+            yield index_file
 
     async def walk_pages(self, refs: Sequence[IndexFilePageRef]) -> AsyncIterator[IndexFilePageRef]:
         """Every page, pages of pages included."""
@@ -298,11 +298,11 @@ class IndexFilePages:
 
     async def find_listed(self, listed: ListedIndexFiles, keys: Collection[str]) -> set[str]:
         """Which of these objects are listed. Reads only pages that can contain one of them."""
-        found = {one.object for one in listed.companions if one.object in keys}
+        found = {one.object for one in listed.index_files if one.object in keys}
         for ref in listed.pages:
             if any(_may_hold(ref, key) for key in keys):
                 page = await self.load(ref)
-                found |= await self.find_listed(ListedIndexFiles(page.pages, page.companions), keys)
+                found |= await self.find_listed(ListedIndexFiles(page.pages, page.index_files), keys)
         return found
 
     async def equivalents(
@@ -311,12 +311,12 @@ class IndexFilePages:
         """Listed files with the family, build and range of one that is added, except those in `retained`."""
         wanted = {_build_identity(one) for one in added}
         ranges = {(one.first, one.last) for one in added}
-        found = {one.object for one in listed.companions if _build_identity(one) in wanted}
+        found = {one.object for one in listed.index_files if _build_identity(one) in wanted}
         for ref in listed.pages:
             if any(ref.first <= first and last <= ref.last for first, last in ranges):
                 page = await self.load(ref)
                 found |= await self.equivalents(
-                    ListedIndexFiles(page.pages, page.companions), added, retained
+                    ListedIndexFiles(page.pages, page.index_files), added, retained
                 )
         return found.difference(retained)
 
@@ -324,8 +324,8 @@ class IndexFilePages:
         """The list without some objects. A page that loses some of its files gets a replacement."""
         if not keys:
             return listed
-        companions = tuple(one for one in listed.companions if one.object not in keys)
-        return ListedIndexFiles(await self._pages_without(listed.pages, keys), companions)
+        index_files = tuple(one for one in listed.index_files if one.object not in keys)
+        return ListedIndexFiles(await self._pages_without(listed.pages, keys), index_files)
 
     async def trimmed(self, listed: ListedIndexFiles, earliest: int) -> tuple[ListedIndexFiles, list[str]]:
         """The list without files of trimmed entries and aggregates that include some; and those objects."""
@@ -333,9 +333,9 @@ class IndexFilePages:
         for ref in listed.pages:
             if ref.first <= earliest:
                 page = await self.load(ref)
-                inner = self.walk(ListedIndexFiles(page.pages, page.companions))
+                inner = self.walk(ListedIndexFiles(page.pages, page.index_files))
                 gone += [one.object async for one in inner if is_trimmed(one, earliest)]
-        gone += [one.object for one in listed.companions if is_trimmed(one, earliest)]
+        gone += [one.object for one in listed.index_files if is_trimmed(one, earliest)]
         return await self.without(listed, set(gone)), gone
 
     async def _pages_without(self, refs: IndexFilePageRefs, keys: Collection[str]) -> IndexFilePageRefs:
@@ -345,21 +345,21 @@ class IndexFilePages:
                 remaining.append(ref)
                 continue
             page = await self.load(ref)
-            listed = ListedIndexFiles(page.pages, page.companions)
+            listed = ListedIndexFiles(page.pages, page.index_files)
             shorter = await self.without(listed, keys)
             if shorter == listed:
                 remaining.append(ref)
                 continue
             self.superseded.append(ref.key)
-            if shorter.pages or shorter.companions:
+            if shorter.pages or shorter.index_files:
                 remaining.append(await self._store(page.level, shorter))
         return tuple(remaining)
 
     async def roll(self, listed: ListedIndexFiles) -> ListedIndexFiles:
         """Moves the oldest into pages until the head is within its limit."""
-        pages, companions = list(listed.pages), listed.companions
-        while len(companions) > self._companions_max:
-            oldest, companions = companions[: self._companions_max], companions[self._companions_max :]
+        pages, index_files = list(listed.pages), listed.index_files
+        while len(index_files) > self._index_files_max:
+            oldest, index_files = index_files[: self._index_files_max], index_files[self._index_files_max :]
             pages.append(await self._store(0, ListedIndexFiles((), oldest)))
         level = 0
         while run := [index for index, ref in enumerate(pages) if ref.level == level]:
@@ -370,11 +370,11 @@ class IndexFilePages:
                 ]
             else:
                 level += 1
-        return ListedIndexFiles(tuple(pages), companions)
+        return ListedIndexFiles(tuple(pages), index_files)
 
     async def _store(self, level: int, listed: ListedIndexFiles) -> IndexFilePageRef:
         page = IndexFilePage(
-            attempt=self._attempt, level=level, companions=listed.companions, pages=listed.pages
+            attempt=self._attempt, level=level, index_files=listed.index_files, pages=listed.pages
         )
         data = encode_manifest(page)
         sha256 = sha256_of(data)
@@ -387,13 +387,13 @@ class IndexFilePages:
         return _index_file_page_ref(page, key, sha256)
 
 
-def is_trimmed(companion: IndexFile, earliest: int) -> bool:
+def is_trimmed(index_file: IndexFile, earliest: int) -> bool:
     """Whether retention has made the file useless. Aggregates that include trimmed entries are wrong."""
-    return (companion.first if companion.family == "agg" else companion.last) <= earliest
+    return (index_file.first if index_file.family == "agg" else index_file.last) <= earliest
 
 
-def _build_identity(companion: IndexFile) -> tuple[str, str, int, int]:
-    return companion.family, companion.fingerprint, companion.first, companion.last
+def _build_identity(index_file: IndexFile) -> tuple[str, str, int, int]:
+    return index_file.family, index_file.fingerprint, index_file.first, index_file.last
 
 
 def _may_hold(ref: IndexFilePageRef, key: str) -> bool:
@@ -402,12 +402,12 @@ def _may_hold(ref: IndexFilePageRef, key: str) -> bool:
 
 
 def _page_range(page: IndexFilePage) -> tuple[int, int]:
-    parts = page.pages if page.level else page.companions
+    parts = page.pages if page.level else page.index_files
     return min(part.first for part in parts), max(part.last for part in parts)
 
 
 def _index_file_page_ref(page: IndexFilePage, key: str, sha256: str) -> IndexFilePageRef:
     first, last = _page_range(page)
-    count = sum(ref.companions for ref in page.pages) + len(page.companions)
-    size = sum(ref.bytes for ref in page.pages) + sum(one.bytes for one in page.companions)
+    count = sum(ref.index_files for ref in page.pages) + len(page.index_files)
+    size = sum(ref.bytes for ref in page.pages) + sum(one.bytes for one in page.index_files)
     return IndexFilePageRef(key, first, last, sha256, page.level, count, size)

@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -249,7 +249,7 @@ class ManifestStore:
             head = msgspec.structs.replace(
                 current, pages=pages, segments=segments, earliest=retained.earliest
             )
-            head, superseded = await self._trim_companions(head)
+            head, superseded = await self._trim_index_files(head)
             return HeadChange(head, [*cut.superseded, *superseded])
 
         head = await self._change(stream_id, plan)
@@ -259,7 +259,7 @@ class ManifestStore:
         failpoints.reached("gc.after_delete")
         return head
 
-    async def publish_companions(
+    async def publish_index_files(
         self, stream_id: str, added: Sequence[IndexFile], removed: Sequence[str]
     ) -> tuple[ManifestHead, list[IndexFile]]:
         """Lists index files in place of others, in one step. Also returns those that were not listed before.
@@ -298,24 +298,24 @@ class ManifestStore:
         """Locks the manifest of a stream against other changes by this process."""
         return self._locks.lock(stream_id)
 
-    def companion_pages(self, stream_id: str) -> IndexFilePages:
+    def index_file_pages(self, stream_id: str) -> IndexFilePages:
         return IndexFilePages(self._objects, stream_id)
 
-    def companions(self, head: ManifestHead) -> AsyncIterator[IndexFile]:
+    def index_files(self, head: ManifestHead) -> AsyncIterator[IndexFile]:
         """Every index file that a head lists."""
-        listed = ListedIndexFiles(head.companion_pages, head.companions)
+        listed = ListedIndexFiles(head.index_file_pages, head.index_files)
         return IndexFilePages(self._objects, head.stream_id).walk(listed)
 
-    async def _trim_companions(self, head: ManifestHead) -> tuple[ManifestHead, list[str]]:
+    async def _trim_index_files(self, head: ManifestHead) -> tuple[ManifestHead, list[str]]:
         """Unlists index files of trimmed entries, and aggregates that include some."""
         pages = IndexFilePages(self._objects, head.stream_id)
-        listed = ListedIndexFiles(head.companion_pages, head.companions)
+        listed = ListedIndexFiles(head.index_file_pages, head.index_files)
         rest, gone = await pages.trimmed(listed, head.earliest)
         if not gone:
             return head, []
         stay, ripe = retire_objects(head, set(gone), set(), self._clock.now_ns())
         head = msgspec.structs.replace(
-            head, companion_pages=rest.pages, companions=rest.companions, retired=stay
+            head, index_file_pages=rest.pages, index_files=rest.index_files, retired=stay
         )
         return head, [*pages.superseded, *ripe]
 
@@ -516,17 +516,23 @@ async def find_heads(objects: ObjectStore, name_or_id: str) -> list[ManifestHead
     return sorted(found, key=lambda head: head.incarnation)
 
 
+_SHOWN_AS: Final = {"index_files": "companions"}  # as in the manifest
+
+
 def describe_head(head: ManifestHead, producers: dict[str, tuple[int, int]]) -> dict[str, Any]:
     """All fields of the head, with its lists counted instead of printed, because they may be long."""
     described: dict[str, Any] = msgspec.json.decode(encode_manifest(head))
     del described["segments"]
     del described["companions"]
     described["pages"] = [msgspec.structs.asdict(page) for page in head.pages]
-    described["companion_pages"] = [msgspec.structs.asdict(page) for page in head.companion_pages]
+    described["companion_pages"] = [
+        {_SHOWN_AS.get(field, field): value for field, value in msgspec.structs.asdict(page).items()}
+        for page in head.index_file_pages
+    ]
     return described | {
         "segment_count": head.segment_count,
         "segment_bytes": head.segment_bytes,
-        "companion_count": head.companion_count,
-        "companion_bytes": head.companion_bytes,
+        "companion_count": head.index_file_count,
+        "companion_bytes": head.index_file_bytes,
         "producers": producers,
     }

@@ -83,16 +83,16 @@ def plan_name(plan_hash: str) -> str:
     return f"plans/{plan_hash.removeprefix('sha256:')}.json"
 
 
-def has_valid_name(companion: IndexFile) -> bool:
+def has_valid_name(index_file: IndexFile) -> bool:
     """Whether the name matches what is recorded about the index file."""
-    found = _NAME.fullmatch(companion.object)
+    found = _NAME.fullmatch(index_file.object)
     if found is None:
         return False
     return (
-        found["plan"] == companion.plan_hash.removeprefix("sha256:")[:NAME_HASH_DIGITS]
-        and found["family"] == companion.family
-        and int(found["first"]) == companion.first
-        and int(found["last"]) == companion.last
+        found["plan"] == index_file.plan_hash.removeprefix("sha256:")[:NAME_HASH_DIGITS]
+        and found["family"] == index_file.family
+        and int(found["first"]) == index_file.first
+        and int(found["last"]) == index_file.last
     )
 
 
@@ -102,8 +102,8 @@ def index_file_range(relative_key: str) -> tuple[int, int] | None:
     return None if found is None else (int(found["first"]), int(found["last"]))
 
 
-def sort_index_files(companions: Iterable[IndexFile]) -> tuple[IndexFile, ...]:
-    return tuple(sorted(companions, key=lambda one: (one.family, one.first, one.last, one.object)))
+def sort_index_files(index_files: Iterable[IndexFile]) -> tuple[IndexFile, ...]:
+    return tuple(sorted(index_files, key=lambda one: (one.family, one.first, one.last, one.object)))
 
 
 # Described for OpenAPI; checked when the publication is verified.
