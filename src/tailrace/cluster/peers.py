@@ -8,20 +8,16 @@ so need one journal.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
 
 from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
-from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.protocol import stream_names
-from tailrace.routing import responses
 
 FIRST_WORKER: Final = 0
 STREAM_PREFIX: Final = b"/v1/stream/"
@@ -90,25 +86,3 @@ class PeerError(msgspec.Struct):
 def decode_peer_error(body: bytes) -> TailraceError:
     error = msgspec.json.decode(body, type=dict[str, PeerError])["error"]
     return TailraceError(error.code, error.message)
-
-
-logger = logging.getLogger("tailrace.workers")
-
-
-class DeferredResponses:
-    """Runs the rest of a request as a task, and responds with its error, if any."""
-
-    def __init__(self) -> None:
-        self._tasks = TaskSet()
-
-    def spawn(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
-        self._tasks.start(self._run(exchange, work))
-
-    async def _run(self, exchange: Exchange, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
-        except Exception:
-            logger.exception("request failed")
-            responses.respond_error(exchange, TailraceError("internal", "internal error"))

@@ -19,13 +19,14 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.cluster.fork_locations import ForkLocations
-from tailrace.cluster.peers import DeferredResponses, Peers, decode_peer_error
+from tailrace.cluster.peers import Peers, decode_peer_error
 from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
+from tailrace.routing.deferred_responses import DeferredResponses
 from tailrace.routing.table import RoutingTable
 from tailrace.server.pipeline_process import PipelineBacklog
 from tailrace.server.pipeline_routes import (
@@ -110,9 +111,9 @@ class ClusterPipeline:
         method, path = exchange.method, exchange.path
         reads, writes = path == PLAN_PATH and method in (b"GET", b"HEAD"), method == b"POST"
         if reads and "stream" not in parse_query(exchange.query):
-            self._later.spawn(exchange, self._respond_page(exchange))
+            self._later.respond(exchange, self._respond_page(exchange))
         elif reads or (writes and path in (PLAN_PATH, PUBLISH_PATH)):
-            self._later.spawn(exchange, self._forward(exchange, identity))
+            self._later.respond(exchange, self._forward(exchange, identity))
         else:
             self._table.handler_at(path, method)(exchange, identity)
 

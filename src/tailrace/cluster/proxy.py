@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from tailrace.auth import Action, Identity, authorise
-from tailrace.cluster.peers import FIRST_WORKER, STREAM_PREFIX, DeferredResponses, Peers, stream_in_path
+from tailrace.cluster.peers import FIRST_WORKER, STREAM_PREFIX, Peers, stream_in_path
 from tailrace.cluster.scatter_gather import METRICS_PATH, READY_PATH, ScatterGather
 from tailrace.cluster.scatter_gather import STREAMS_PATH as LISTING
 from tailrace.common.errors import TailraceError
@@ -24,6 +24,7 @@ from tailrace.protocol.query_params import parse_query
 from tailrace.protocol.stream_names import check_creatable_name, is_sub_resource_name
 from tailrace.routing import request_headers
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses
 from tailrace.routing.table import CONTROL_PREFIX, is_stream_path
 from tailrace.schema.profiles.touch_waits import TIMEOUT_MS_MAX
 from tailrace.server.app import TailraceApp
@@ -141,7 +142,7 @@ class ProxyApp:
         elif path == TRACES_PATH:
             self._forward_to(self._traces, exchange, hops)
         elif path == SEAL_PATH and (name := parse_query(exchange.query).get("stream")):
-            self._later.spawn(exchange, self._forward_to_owner(exchange, name, hops))
+            self._later.respond(exchange, self._forward_to_owner(exchange, name, hops))
         elif path.startswith(PIPELINE_PREFIX):
             if self.pipeline is None:
                 self._forward_to(FIRST_WORKER, exchange, hops)
@@ -149,7 +150,7 @@ class ProxyApp:
                 self.pipeline(exchange, self._routes.identify(exchange))
         elif self._gather.handles(exchange):
             self._check_gathered(exchange)
-            self._later.spawn(exchange, self._gather.respond(exchange))
+            self._later.respond(exchange, self._gather.respond(exchange))
         elif self._is_for_first(exchange):
             self._forward_to(FIRST_WORKER, exchange, hops)
         else:
@@ -182,10 +183,10 @@ class ProxyApp:
         if owner == self._index:
             if creates:
                 if FORKED_FROM in exchange.headers:
-                    self._later.spawn(exchange, self._fork(exchange, name, hops))
+                    self._later.respond(exchange, self._fork(exchange, name, hops))
                     return
                 if self._fork_locations.is_being_placed(name):
-                    self._later.spawn(exchange, self._after_placing(exchange, name, hops))
+                    self._later.respond(exchange, self._after_placing(exchange, name, hops))
                     return
             if (elsewhere := self._fork_locations.location(name)) != owner:
                 self._relay(elsewhere, exchange, hops)
@@ -227,7 +228,7 @@ class ProxyApp:
             else:
                 self._forward(owner, exchange)
         elif self.await_subscriptions is not None and exchange.path.startswith(CONTROL_PREFIX):
-            self._later.spawn(exchange, self._handle_synchronised(exchange))
+            self._later.respond(exchange, self._handle_synchronised(exchange))
         else:
             self._app.handle(exchange)
 
@@ -309,6 +310,6 @@ class ClusterMetricsApp:
 
     def handle(self, exchange: Exchange) -> None:
         if exchange.path in (METRICS_PATH, READY_PATH) and self._gather.handles(exchange):
-            self._later.spawn(exchange, self._gather.respond_public(exchange))
+            self._later.respond(exchange, self._gather.respond_public(exchange))
         else:
             self._app.handle(exchange)

@@ -12,12 +12,13 @@ from typing import Final
 import msgspec
 
 from tailrace.cluster.fork_locations import ForkLocations
-from tailrace.cluster.peers import DeferredResponses, Peers, decode_peer_error
+from tailrace.cluster.peers import Peers, decode_peer_error
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import PeerClient
 from tailrace.log.log import Log
 from tailrace.protocol import offsets
 from tailrace.routing import responses
+from tailrace.routing.deferred_responses import DeferredResponses
 from tailrace.watch.sources.model import SourceError
 from tailrace.watch.sources.stream import LocalOriginStream, OriginEntry, OriginStream, find_origin_stream
 
@@ -55,7 +56,7 @@ class SourceServer:
 
     def respond(self, exchange: Exchange) -> None:
         request = msgspec.msgpack.decode(exchange.body, type=SourceRequest)
-        self._later.spawn(exchange, self._respond(exchange, request))
+        self._later.respond(exchange, self._respond(exchange, request))
 
     async def _respond(self, exchange: Exchange, request: SourceRequest) -> None:
         try:

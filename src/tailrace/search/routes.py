@@ -27,6 +27,7 @@ from tailrace.log.segment_catalogue import read_segments
 from tailrace.protocol.http_headers import SEARCH_HEADERS, expose_headers_line, header_line
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import ERROR, Json, answer, query, request
 from tailrace.routing.table import Route, route_group
 from tailrace.schema.json_values import invalid_request
@@ -152,6 +153,7 @@ class SearchRoutes:
         self.counts = SearchTotals()
         self._sealed_early: dict[int, float] = {}  # time of the last request by stream number
         self._tasks = TaskSet()
+        self._deferred = DeferredResponses(context.limits.request_ms)
 
     def seal_early(self, seal: Callable[[str], Coroutine[None, None, None]]) -> None:
         """Set how to seal a stream when the tail index is over budget: index files then replace its rows."""
@@ -232,29 +234,13 @@ class SearchRoutes:
         if self._log.pressure is not None:
             raise self._log.pressure
         self._log.touch(stream)
-        self._spawn(self._respond(exchange, stream, view, request))
+        self._deferred.respond(exchange, self._respond(stream, view, request), stream=stream)
 
-    async def _respond(
-        self, exchange: Exchange, stream: Stream, view: RecordView, request: SearchRequest
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._context.limits.request_ms / 1000):
-                status, body = await self.search(stream, view, request)
-        except TimeoutError:
-            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
-            return
-        except TailraceError as error:
-            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else error)
-            return
-        except Exception:
-            if stream.removed:
-                responses.respond_error(exchange, responses.stream_deleted(stream))
-                return
-            responses.respond_error(exchange, TailraceError("internal", "search failed"))
-            raise
+    async def _respond(self, stream: Stream, view: RecordView, request: SearchRequest) -> Response:
+        status, body = await self.search(stream, view, request)
         head = responses.JSON_TYPE + responses.NO_STORE + expose_headers_line(SEARCH_HEADERS)
         head += b"".join(header_line(name, value) for name, value in coverage_headers(body))
-        exchange.respond(status, head, orjson.dumps(body))
+        return status, head, orjson.dumps(body)
 
     async def search(
         self, stream: Stream, view: RecordView, request: SearchRequest
@@ -331,7 +317,7 @@ class AggregateRoutes:
         self._log = context.log
         self._gate = search.gate
         self._aggregator = Aggregator(search.searcher)
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses()  # the search itself has a deadline
 
     def aggregate(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._log.readable(name)
@@ -346,23 +332,11 @@ class AggregateRoutes:
         request = bind_aggregate(parameters, None if view is None else view.config)
         assert view is not None, "bind_aggregate rejects a stream without search configuration"
         self._log.touch(stream)
-        self._tasks.start(self._respond(exchange, stream, view, request))
+        self._deferred.respond(exchange, self._respond(stream, view, request), stream=stream)
 
-    async def _respond(
-        self, exchange: Exchange, stream: Stream, view: RecordView, request: AggregateRequest
-    ) -> None:
-        try:
-            body = await self._aggregate(stream, view, request)
-        except TailraceError as error:
-            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else error)
-            return
-        except Exception:
-            if stream.removed:
-                responses.respond_error(exchange, responses.stream_deleted(stream))
-                return
-            responses.respond_error(exchange, TailraceError("internal", "aggregate failed"))
-            raise
-        exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
+    async def _respond(self, stream: Stream, view: RecordView, request: AggregateRequest) -> Response:
+        body = await self._aggregate(stream, view, request)
+        return 200, responses.JSON_TYPE + responses.NO_STORE, body
 
     async def _aggregate(self, stream: Stream, view: RecordView, request: AggregateRequest) -> bytes:
         limit_s = self._context.limits.request_ms / 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, TypeVar
 
 import msgspec
@@ -21,11 +21,11 @@ from tailrace.auth import (
 )
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
-from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import Count, answer, headers, params, request
 from tailrace.routing.table import Route, route_group
 
@@ -119,7 +119,7 @@ class IdentityRoutes:
     def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
         self._context = context
         self._verifier = verifier
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses()
         self.on_change: Callable[[], None] = _ignore_change
         self._marks = (0, *_encode_marks(RevokedHashes()))  # version of the records, ETag and body
 
@@ -184,7 +184,7 @@ class IdentityRoutes:
             self._marks = (version, *await asyncio.to_thread(lambda: _encode_marks(revocations.hashes())))
             self._respond_marks(exchange)
 
-        self._spawn(renew())
+        self._deferred.respond(exchange, renew())
 
     def _respond_marks(self, exchange: Exchange) -> None:
         _, tag, body = self._marks
@@ -233,30 +233,17 @@ class IdentityRoutes:
         work: Callable[[], T],
         build_response: Callable[[T], tuple[int, Json | None]],
     ) -> None:
-        self._spawn(self._respond(exchange, work, build_response))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        self._tasks.start(work)
+        self._deferred.respond(exchange, self._respond(work, build_response))
 
     async def _respond(
-        self,
-        exchange: Exchange,
-        work: Callable[[], T],
-        build_response: Callable[[T], tuple[int, Json | None]],
-    ) -> None:
+        self, work: Callable[[], T], build_response: Callable[[T], tuple[int, Json | None]]
+    ) -> Response:
         """Respond when the change is on disk and in effect in this process."""
-        try:
-            found = await asyncio.to_thread(work)
-            self.on_change()
-            status, body = build_response(found)
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
-        except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "request failed"))
-            raise
-        else:
-            head = responses.NO_STORE if body is None else responses.JSON_TYPE + responses.NO_STORE
-            exchange.respond(status, head, b"" if body is None else orjson.dumps(body))
+        found = await asyncio.to_thread(work)
+        self.on_change()
+        status, body = build_response(found)
+        head = responses.NO_STORE if body is None else responses.JSON_TYPE + responses.NO_STORE
+        return status, head, b"" if body is None else orjson.dumps(body)
 
 
 def _decode_body(exchange: Exchange, form: type[T]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Final, Literal, TypedDict
 
 import msgspec
@@ -10,7 +9,6 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise, visible_prefixes
 from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.listing import list_streams
@@ -20,6 +18,7 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import (
     BOOLEAN,
     COUNT,
@@ -124,7 +123,7 @@ class RoutingKeyRoutes:
     def __init__(self, context: Context) -> None:
         self._context = context
         self.listing = KeyListing(context.log)
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses(context.limits.request_ms)
 
     def routing_keys(self, exchange: Exchange, _: Identity, name: str) -> None:
         stream = self._context.log.readable(name)
@@ -133,23 +132,14 @@ class RoutingKeyRoutes:
         after = query.get("after")
         if not read_documents(stream).routing_key:
             raise TailraceError("invalid_request", "routing key not configured")
-        self._tasks.start(self._respond(exchange, stream, None if after is None else after.encode(), limit))
+        start = None if after is None else after.encode()
+        self._deferred.respond(exchange, self._respond(stream, start, limit), stream=stream)
 
-    async def _respond(self, exchange: Exchange, stream: Stream, after: bytes | None, limit: int) -> None:
-        request_s = self._context.limits.request_ms / 1000
-        try:
-            async with asyncio.timeout(request_s):
-                page = await self.listing.page(stream, after, limit, SCAN_SHARE * request_s)
-        except TimeoutError:
-            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
-        except TailraceError as refusal:
-            responses.respond_error(exchange, responses.stream_deleted(stream) if stream.removed else refusal)
-        except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "listing failed"))
-            raise
-        else:
-            body = orjson.dumps(routing_keys_body(stream, page))
-            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, body)
+    async def _respond(self, stream: Stream, after: bytes | None, limit: int) -> Response:
+        scan_s = SCAN_SHARE * self._context.limits.request_ms / 1000
+        page = await self.listing.page(stream, after, limit, scan_s)
+        body = orjson.dumps(routing_keys_body(stream, page))
+        return 200, responses.JSON_TYPE + responses.NO_STORE, body
 
 
 class RoutingKeySource(TypedDict):

@@ -14,7 +14,6 @@ from typing import Final, NamedTuple, Self
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.log import Log
@@ -24,6 +23,7 @@ from tailrace.protocol.http_headers import header_line, media_type
 from tailrace.protocol.stream_names import check_creatable_name
 from tailrace.routing import request_headers, responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import OBJECT, STRING, Component, Json, array, headers, obj
 from tailrace.routing.table import Auth, Handler, Route, route_group
 from tailrace.schema.append_validation import PROFILE_DOCUMENT, AppendValidator
@@ -110,7 +110,7 @@ class OtlpRoutes:
         self._threads = ThreadPoolExecutor(DECODES_MAX, "otlp")
         self._decodes = asyncio.Semaphore(DECODES_MAX)
         self._waiting = 0
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses(context.limits.request_ms)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -162,33 +162,26 @@ class OtlpRoutes:
             raise self._log.pressure
         if self._waiting >= WAITING_MAX:
             raise TailraceError("overloaded", f"{WAITING_MAX} OTLP exports are in progress already")
-        self._tasks.start(self._respond(exchange, ExportTarget.of(stream), profile, media, gzipped))
+        work = self._respond(exchange.body, ExportTarget.of(stream), profile, media, gzipped)
+        message = "OTLP export timed out; some of its spans may have been stored"
+        self._deferred.respond(exchange, work, timeout_message=message)
 
     async def _respond(
-        self, exchange: Exchange, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool
-    ) -> None:
+        self, body: bytes, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool
+    ) -> Response:
         self._waiting += 1
         try:
-            async with asyncio.timeout(self._context.limits.request_ms / 1000), self._decodes:
-                export, offset = await self._ingest(exchange.body, target, profile, media, gzipped)
-        except TimeoutError:
-            message = "OTLP export timed out; some of its spans may have been stored"
-            responses.respond_error(exchange, TailraceError("request_timeout", message))
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
-        except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "OTLP export failed"))
-            raise
-        else:
-            kind = (
-                responses.JSON_TYPE
-                if media == JSON_MEDIA_TYPE
-                else header_line("Content-Type", PROTOBUF_MEDIA_TYPE)
-            )
-            head = kind + responses.NO_STORE + responses.next_offset_header(offset)
-            exchange.respond(200, head, export.answer(media))
+            async with self._decodes:
+                export, offset = await self._ingest(body, target, profile, media, gzipped)
         finally:
             self._waiting -= 1
+        kind = (
+            responses.JSON_TYPE
+            if media == JSON_MEDIA_TYPE
+            else header_line("Content-Type", PROTOBUF_MEDIA_TYPE)
+        )
+        head = kind + responses.NO_STORE + responses.next_offset_header(offset)
+        return 200, head, export.answer(media)
 
     async def _ingest(
         self, body: bytes, target: ExportTarget, profile: OtelTracesProfile, media: str, gzipped: bool

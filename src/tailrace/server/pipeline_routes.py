@@ -17,7 +17,6 @@ from tailrace.auth import Action, Identity
 from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
-from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
 from tailrace.log.records import Op, Published, Sealed
@@ -26,6 +25,7 @@ from tailrace.log.system_streams import has_index_files
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import (
     COUNT,
     STRING,
@@ -337,7 +337,7 @@ class PipelineRoutes:
         self.index_waits = IndexWaitTimer(context.telemetry)
         self.demand: Callable[[], PipelineBacklog] = self.state.demand
         self.child: PipelineProcess | None = None
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses()
         self._ending = False
 
     def start(self) -> None:
@@ -380,16 +380,16 @@ class PipelineRoutes:
         await self.stop_child()
         await self.publishing.compacting.stop()
         await self.work.stop()
-        await self._tasks.close()
+        await self._deferred.close()
 
     def plan(self, exchange: Exchange, _: Identity) -> None:
-        self._spawn(self._respond(exchange, self._plan(exchange)))
+        self._deferred.respond(exchange, self._respond(self._plan(exchange)))
 
     def rebuild(self, exchange: Exchange, _: Identity) -> None:
-        self._spawn(self._respond(exchange, self._rebuild(decode_body(exchange, RebuildRequest))))
+        self._deferred.respond(exchange, self._respond(self._rebuild(decode_body(exchange, RebuildRequest))))
 
     def publish(self, exchange: Exchange, _: Identity) -> None:
-        self._spawn(self._respond(exchange, self._publish(decode_publish_request(exchange))))
+        self._deferred.respond(exchange, self._respond(self._publish(decode_publish_request(exchange))))
 
     def heartbeat(self, exchange: Exchange, _: Identity) -> None:
         heartbeat = decode_body(exchange, PipelineHeartbeat)
@@ -400,19 +400,8 @@ class PipelineRoutes:
             body = self.state.record_heartbeat(heartbeat)
         exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        self._tasks.start(work)
-
-    async def _respond(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
-        try:
-            body = await work
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
-        except Exception:
-            responses.respond_error(exchange, TailraceError("internal", "request failed"))
-            raise
-        else:
-            exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+    async def _respond(self, work: Coroutine[None, None, Json]) -> Response:
+        return 200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(await work)
 
     # -- plan ------------------------------------------------------------------------------------------
 
@@ -476,7 +465,7 @@ class PipelineRoutes:
     # -- files of older plans ----------------------------------------------------------------------------
 
     def _unlist(self, stream: Stream, keys: tuple[str, ...]) -> None:
-        self._spawn(self._unlisted(stream, keys))
+        self._deferred.start(self._unlisted(stream, keys))
 
     async def _unlisted(self, stream: Stream, keys: tuple[str, ...]) -> None:
         try:

@@ -21,9 +21,7 @@ import orjson
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common import memory as allocator
 from tailrace.common import memory as auto_tune
-from tailrace.common.errors import TailraceError
 from tailrace.common.settings import SETTINGS_TABLE, Setting
-from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.history import HISTORY_THREADS
@@ -32,6 +30,7 @@ from tailrace.log.model import Stream
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import (
     BOOLEAN,
     COUNT,
@@ -489,26 +488,23 @@ class SealRoute:
     def __init__(self, context: Context, sealing: SealingService) -> None:
         self._context = context
         self._sealing = sealing
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses()
 
     def seal(self, exchange: Exchange, identity: Identity) -> None:
         name = parse_query(exchange.query).get("stream") or None
         authorise(identity, Action.SEAL, stream=name)
         if name is not None:
             self._context.log.readable(name)
-        self._tasks.start(self._respond(exchange, name))
+        self._deferred.respond(exchange, self._seal(name))
 
-    async def _respond(self, exchange: Exchange, name: str | None) -> None:
+    async def _seal(self, name: str | None) -> Response:
         status, body = 200, Sealed(sealed=True)
         try:
             async with asyncio.timeout(self._context.limits.request_ms / 1000):
                 await self._sealing.seal_now(name)
         except TimeoutError:
             status, body = 202, Sealed(sealed=False)
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
-            return
-        exchange.respond(status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+        return status, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body)
 
 
 class Sealed(TypedDict):

@@ -17,7 +17,6 @@ import xxhash
 
 from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
 from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.model import Stream
@@ -25,6 +24,7 @@ from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, if_none_match
 from tailrace.protocol.query_params import parse_query, wait_limit_lines, wait_ms
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses
 from tailrace.routing.openapi import (
     BOOLEAN,
     COUNT,
@@ -232,7 +232,7 @@ class DetailsRoutes:
         self.tail_of: Callable[[Stream], TailIndexStatus] = lambda _: TailIndexStatus()
         self.indexed_of: Callable[[Stream], IndexSnapshot | None] = lambda _: IndexSnapshot()
         self.load_index: Callable[[Stream], Awaitable[None]] = _no_index
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses()
         self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
 
     def details(self, exchange: Exchange, identity: Identity, name: str) -> None:
@@ -249,7 +249,7 @@ class DetailsRoutes:
             raise TailraceError("invalid_request", "live must be true or long-poll")
         timeout_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
         if self.indexed_of(stream) is None:
-            self._tasks.start(self._load(exchange, identity, stream, kind, live, timeout_ms))
+            self._deferred.respond(exchange, self._load(exchange, identity, stream, kind, live, timeout_ms))
         else:
             self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
 
@@ -263,12 +263,9 @@ class DetailsRoutes:
         timeout_ms: int,
     ) -> None:
         """Load the indexing progress first."""
-        try:
-            await self.load_index(stream)
-            self._log.readable(stream.name)
-            self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
+        await self.load_index(stream)
+        self._log.readable(stream.name)
+        self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
 
     def _serve_loaded(
         self,

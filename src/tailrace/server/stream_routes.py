@@ -10,7 +10,6 @@ and checked when there is room for it.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,6 @@ import orjson
 
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
 from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.decide import AppendRequest, CreateRequest
@@ -36,6 +34,7 @@ from tailrace.protocol.offsets import next_offset_line
 from tailrace.protocol.stream_names import check_creatable_name, is_system_name
 from tailrace.routing import request_headers, responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses
 from tailrace.routing.openapi import (
     INSTANT,
     OFFSET,
@@ -184,7 +183,7 @@ class StreamRoutes:
         self._validator = guard
         self._log = context.log
         self._limits = context.limits
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses(context.limits.request_ms)
         self._respond_append = (
             self._respond_append_timed if context.settings.server_timing else respond_append
         )
@@ -328,7 +327,7 @@ class StreamRoutes:
         try:
             self._log.create(request, self._respond_create, exchange)
         except NotLocalError as needed:
-            self._tasks.start(self._create_later(exchange, request, needed))
+            self._deferred.respond(exchange, self._create_later(exchange, request, needed))
 
     def _inherit(
         self, name: str, initial: AppendRequest | None, source: Stream, entry: int
@@ -354,21 +353,15 @@ class StreamRoutes:
     ) -> None:
         """Fork at a position in the object store: fetch the blocks it needs, then create it as usual."""
         fetched: list[FetchedBlock] = []
-        try:
-            async with asyncio.timeout(self._limits.request_ms / 1000):
-                while needed is not None:
-                    fetched.append(await self._log.reader.fetch_block(needed.missing))
-                    needed = None
-                    try:
-                        await self._log.room_queue.submit(
-                            partial(self._log.create, request, self._respond_create, exchange, fetched)
-                        )
-                    except NotLocalError as more:
-                        needed = more
-        except TimeoutError:
-            responses.respond_error(exchange, TailraceError("request_timeout", "request timed out"))
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
+        while needed is not None:
+            fetched.append(await self._log.reader.fetch_block(needed.missing))
+            needed = None
+            try:
+                await self._log.room_queue.submit(
+                    partial(self._log.create, request, self._respond_create, exchange, fetched)
+                )
+            except NotLocalError as more:
+                needed = more
 
     def _respond_create(self, transaction: Transaction, error: TailraceError | None) -> None:
         exchange = transaction.context

@@ -10,11 +10,11 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import offsets
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses
 from tailrace.routing.openapi import STRING, Component, Json, answer, array, headers, obj, request
 from tailrace.routing.table import Auth, Handler, Identify, Route, route_group
 from tailrace.subscriptions import keys, ssrf, views
@@ -74,7 +74,7 @@ class SubscriptionRoutes:
     def __init__(self, context: Context, service: SubscriptionService) -> None:
         self._context = context
         self._service = service
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses()
 
     def jwks(self, exchange: Exchange, _: Identify) -> None:
         exchange.respond(200, JWKS_HEAD, self._service.keys.jwks())
@@ -92,21 +92,18 @@ class SubscriptionRoutes:
             self._create(exchange, subscription_id, config)
             return
         target = ssrf.check_url(config.webhook_url, self._service.webhooks.rules)
-        self._tasks.start(self._resolve(exchange, subscription_id, config, target))
+        self._deferred.respond(exchange, self._resolve(exchange, subscription_id, config, target))
 
     async def _resolve(
         self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig, target: ssrf.WebhookTarget
     ) -> None:
         """Check the addresses of the host, as before every delivery. An unknown host may appear later."""
         try:
-            try:
-                lookup = self._context.loop.run_in_executor(None, ssrf.check_target, target)
-                await asyncio.wait_for(lookup, RESOLVE_S_MAX)
-            except (OSError, TimeoutError):
-                pass
-            self._create(exchange, subscription_id, config)
-        except TailraceError as refusal:
-            responses.respond_error(exchange, refusal)
+            lookup = self._context.loop.run_in_executor(None, ssrf.check_target, target)
+            await asyncio.wait_for(lookup, RESOLVE_S_MAX)
+        except (OSError, TimeoutError):
+            pass
+        self._create(exchange, subscription_id, config)
 
     def _create(self, exchange: Exchange, subscription_id: str, config: SubscriptionConfig) -> None:
         base_url = responses.base_url(exchange, self._context.settings)

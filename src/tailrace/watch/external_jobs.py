@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final, TypedDict
 
 import msgspec
@@ -28,6 +28,7 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import Count, JsonObject, answer, query, request
 from tailrace.routing.table import Route, route_group
 from tailrace.storage.retention_service import NO_END, RetentionBound
@@ -311,12 +312,16 @@ class JobRoutes:
         self._registry = registry
         self._writer = writer
         self._summaries = summaries
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses(context.limits.request_ms)
 
     def announce(self, exchange: Exchange, identity: Identity, database: str) -> None:
         self._registry.database(database)
         request = _read(exchange, SummariesRequest)
-        self._spawn(exchange, self._summaries.request_summaries(request.seconds, identity))
+
+        async def run() -> Response:
+            return _json_response(await self._summaries.request_summaries(request.seconds, identity))
+
+        self._deferred.respond(exchange, run())
 
     def view(self, exchange: Exchange, _: Identity, database: str) -> None:
         self._registry.database(database)
@@ -329,25 +334,6 @@ class JobRoutes:
     def record_statistics(self, exchange: Exchange, _: Identity, database: str) -> None:
         self._registry.database(database)
         self._record_statistics(exchange, database, _read(exchange, StatisticsReport))
-
-    def _spawn(self, exchange: Exchange, work: Coroutine[None, None, Json]) -> None:
-        async def run() -> None:
-            try:
-                async with asyncio.timeout(self._context.limits.request_ms / 1000):
-                    body = await work
-            except TimeoutError:
-                responses.respond_error(
-                    exchange, TailraceError("request_timeout", "the request took too long")
-                )
-            except TailraceError as error:
-                responses.respond_error(exchange, error)
-            except Exception:
-                responses.respond_error(exchange, TailraceError("internal", "the request failed"))
-                raise
-            else:
-                _respond_json(exchange, body)
-
-        self._tasks.start(run())
 
     def _collection(self, database: str, name: str) -> Collection:
         found = self._registry.find(database, names.check_collection(name))
@@ -421,8 +407,12 @@ def _row_json(row: DocumentRow) -> Json:
     }
 
 
+def _json_response(body: Json) -> Response:
+    return 200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body)
+
+
 def _respond_json(exchange: Exchange, body: Json) -> None:
-    exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+    exchange.respond(*_json_response(body))
 
 
 def _read(exchange: Exchange, kind: type[Any]) -> Any:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final, TypedDict, cast
 
 import orjson
 
 from tailrace.auth import Action, Identity
 from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import header_line, if_none_match
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import (
     BOOLEAN,
     COUNT,
@@ -55,7 +54,7 @@ class DocumentRoutes:
         self._bytes_max = context.limits.watch_document_bytes
         self._writes_max = context.limits.watch_batch_writes
         self._queries = QueryExecutor(registry, access)
-        self._tasks = TaskSet()
+        self._deferred = DeferredResponses(context.limits.request_ms)
 
     # -- one document ----------------------------------------------------------------------------------
 
@@ -178,18 +177,10 @@ class DocumentRoutes:
         value = read_object(exchange.body, self._context.limits.watch_message_bytes, None)
         request = self._queries.prepare(identity, database, value)
 
-        async def run() -> None:
-            try:
-                async with asyncio.timeout(self._context.limits.request_ms / 1000):
-                    body = await request.run()
-            except TimeoutError:
-                responses.respond_error(exchange, TailraceError("request_timeout", "the query took too long"))
-            except TailraceError as error:
-                responses.respond_error(exchange, error)
-            else:
-                exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
+        async def run() -> Response:
+            return 200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(await request.run())
 
-        self._tasks.start(run())
+        self._deferred.respond(exchange, run(), timeout_message="the query took too long")
 
 
 def read_object(body: bytes, bytes_max: int, known: set[str] | None) -> Document:

@@ -8,6 +8,8 @@ from tailrace.auth import Action
 from tailrace.cluster.scatter_gather import ScatterGather
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.edge import app as edge
+from tailrace.edge import forwarding, held_streams, invalidation
 from tailrace.protocol.stream_names import RESERVED_LAST_SEGMENTS, is_sub_resource_name
 from tailrace.routing.table import METHOD_ORDER, Auth, Resource, RoutingTable
 from tailrace.server.routes import ROUTES
@@ -110,3 +112,17 @@ def test_routes_of_all_workers_are_those_that_are_gathered() -> None:
 @pytest.mark.parametrize("resource", TABLE.resources.values(), ids=lambda one: one.path)
 def test_all_methods_of_a_path_are_served_by_the_same_worker(resource: Resource) -> None:
     assert len({route.place for route in resource.routes.values()}) == 1
+
+
+def test_paths_that_an_edge_knows_are_in_the_table() -> None:
+    """An edge may not import the rooms of the server."""
+    known = (*edge.ADMIN_PATHS, *edge.PUBLIC_PATHS, edge.TRACES_PATH, *forwarding.LISTING_PATHS)
+    for path in (*known, held_streams.REALTIME, invalidation.REVOKED_PATH):
+        assert path.decode() in TABLE.resources, path
+    public = {route.path for route in ROUTES if route.action is Action.PUBLIC}
+    assert {path.decode() for path in (*edge.HEALTH_PATHS, *edge.PUBLIC_PATHS)} <= public
+    prefixes = (*forwarding.UNSHARDED_PATHS, *forwarding.DATABASE_PREFIXES, *forwarding.WATCH_PREFIXES)
+    for prefix in (*prefixes, held_streams.REPLICATION):
+        assert any(route.path.startswith(prefix.decode()) for route in ROUTES), prefix
+    databases = tuple(prefix.decode() for prefix in forwarding.DATABASE_PREFIXES)
+    assert all(route.path.startswith(databases) for route in ROUTES if "{db}" in route.path)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from typing import Any, Final, TypedDict
 
 import orjson
 
 from tailrace.auth import Action, Identity, authorise
-from tailrace.common.errors import TailraceError
-from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
 from tailrace.routing.context import Context
+from tailrace.routing.deferred_responses import DeferredResponses, Response
 from tailrace.routing.openapi import (
     BOOLEAN,
     COUNT,
@@ -45,7 +43,8 @@ class SourceRoutes:
     def __init__(self, context: Context, sources: SourceManager) -> None:
         self._context = context
         self._sources = sources
-        self._tasks = TaskSet()
+        # Without a time-out: an interrupted change of a source would have to be undone.
+        self._deferred = DeferredResponses()
 
     def list(self, exchange: Exchange, _: Identity, database: str) -> None:
         names.check_database(database)
@@ -62,38 +61,26 @@ class SourceRoutes:
         body = document.load(exchange.body, BODY_BYTES)
         if isinstance(stream := body.get("stream"), str):
             authorise(identity, Action.READ_STREAM, stream=stream)
-        self._spawn(exchange, self._put(database, check_source_name(name), body))
+        self._deferred.respond(exchange, self._put(database, check_source_name(name), body))
 
     def delete(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
         names.check_database(database)
         keep = parse_query(exchange.query).get("keepSlot") == "1"
-        self._spawn(exchange, self._remove(database, check_source_name(name), keep))
+        self._deferred.respond(exchange, self._remove(database, check_source_name(name), keep))
 
     def resync(self, exchange: Exchange, _: Identity, database: str, name: str) -> None:
         names.check_database(database)
-        self._spawn(exchange, self._resync(database, check_source_name(name)))
+        self._deferred.respond(exchange, self._resync(database, check_source_name(name)))
 
-    async def _put(self, database: str, name: str, body: Json) -> tuple[int, Json]:
+    async def _put(self, database: str, name: str, body: Json) -> Response:
         source, is_new = await self._sources.put(database, name, body)
-        return 201 if is_new else 200, source.to_json()
+        return 201 if is_new else 200, _HEAD, orjson.dumps(source.to_json())
 
-    async def _remove(self, database: str, name: str, keep: bool) -> tuple[int, Json]:
-        return 200, await self._sources.remove(database, name, keep_slot=keep)
+    async def _remove(self, database: str, name: str, keep: bool) -> Response:
+        return 200, _HEAD, orjson.dumps(await self._sources.remove(database, name, keep_slot=keep))
 
-    async def _resync(self, database: str, name: str) -> tuple[int, Json]:
-        return 202, (await self._sources.resync(database, name)).to_json()
-
-    def _spawn(self, exchange: Exchange, work: Coroutine[None, None, tuple[int, Json]]) -> None:
-        async def run() -> None:
-            # Without a time-out: an interrupted change of a source would have to be undone.
-            try:
-                status, result = await work
-            except TailraceError as error:
-                responses.respond_error(exchange, error)
-            else:
-                exchange.respond(status, _HEAD, orjson.dumps(result))
-
-        self._tasks.start(run())
+    async def _resync(self, database: str, name: str) -> Response:
+        return 202, _HEAD, orjson.dumps((await self._sources.resync(database, name)).to_json())
 
 
 class RemovedSource(TypedDict):
