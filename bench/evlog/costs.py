@@ -15,7 +15,7 @@ from typing import cast
 import orjson
 
 from bench.evlog.events import DAY_MS, block_of
-from tailrace.log.commit import frame_records
+from tailrace.log.group_commit import frame_records
 from tailrace.log.records import Append
 from tailrace.protocol import json_split
 from tailrace.schema.json_values import decode_json_record, encode_json_record

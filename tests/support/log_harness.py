@@ -36,7 +36,7 @@ from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.sealer import Sealer
-from tailrace.storage.sealer_process import (
+from tailrace.storage.sealer_client import (
     JobKind,
     ManifestPublication,
     SealerJob,

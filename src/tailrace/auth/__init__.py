@@ -16,6 +16,7 @@ from tailrace.auth.policy import (
     visible_databases,
     visible_prefixes,
 )
+from tailrace.auth.token_verifier import TokenVerifier
 from tailrace.auth.tokens import (
     ANONYMOUS,
     GrantStore,
@@ -26,7 +27,6 @@ from tailrace.auth.tokens import (
     invalid_token_error,
     is_exchanged_token,
 )
-from tailrace.auth.verifier import TokenVerifier
 
 __all__ = [
     "ANONYMOUS",

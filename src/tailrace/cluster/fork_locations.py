@@ -19,8 +19,8 @@ import msgspec
 from tailrace.cluster.peers import Peers
 from tailrace.common.errors import TailraceError
 from tailrace.http.relay import peer_unavailable_error
-from tailrace.log.commit import CommitBatch
 from tailrace.log.commit_path import APPEND_TIMED_OUT
+from tailrace.log.group_commit import CommitBatch
 from tailrace.log.log import Log
 
 LOCATION_PREFIX: Final = "home/"

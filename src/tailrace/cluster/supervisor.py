@@ -28,7 +28,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.auth.verifier import identity_path
+from tailrace.auth.token_verifier import identity_path
 from tailrace.cluster.layout import Layout, read_layout
 from tailrace.cluster.migration import fold_journal, prepare_layout
 from tailrace.cluster.peers import FIRST_WORKER

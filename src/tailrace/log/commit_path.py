@@ -22,7 +22,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
 from tailrace.log import system_streams
-from tailrace.log.commit import CommitBatch, Committer
+from tailrace.log.group_commit import CommitBatch, Committer
 from tailrace.log.journal import Journal, JournalCorruptError
 from tailrace.log.model import Stream
 from tailrace.log.publish import Publisher, send_reply

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.common.errors import TailraceError
-from tailrace.log.commit import refuse_after_commit
 from tailrace.log.decide import CreateRequest, ForkPoint, offset_gone, resolve_position
+from tailrace.log.group_commit import refuse_after_commit
 from tailrace.log.history import FetchedBlock
 from tailrace.log.model import Stream
 from tailrace.log.reader import Reader

@@ -17,7 +17,6 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log import segment_catalogue, system_streams
-from tailrace.log.commit import refuse_after_commit
 from tailrace.log.commit_path import CommitPath
 from tailrace.log.decide import (
     AppendRequest,
@@ -29,6 +28,7 @@ from tailrace.log.decide import (
 )
 from tailrace.log.expiry import Expiry
 from tailrace.log.forks import fork_point
+from tailrace.log.group_commit import refuse_after_commit
 from tailrace.log.history import FetchedBlock
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.reader import Reader

@@ -19,7 +19,7 @@ from tailrace.protocol import offsets
 from tailrace.protocol.http_headers import is_json
 
 if TYPE_CHECKING:
-    from tailrace.log.commit import CommitBatch
+    from tailrace.log.group_commit import CommitBatch
 
 FIRST_EPOCH: tuple[tuple[int, int], ...] = ((0, 1),)  # shared by nearly every stream
 

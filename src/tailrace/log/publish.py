@@ -15,7 +15,7 @@ from typing import Protocol
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
-from tailrace.log.commit import CommitBatch
+from tailrace.log.group_commit import CommitBatch
 from tailrace.log.model import LiveReader, Stream
 from tailrace.log.records import Append, Create, Delete, Op, Recorded
 from tailrace.log.streams import Streams

@@ -11,7 +11,7 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.http import cors
 from tailrace.http.exchange import Exchange
 from tailrace.http.request_log import failure_log
-from tailrace.log.commit import refuse_after_commit
+from tailrace.log.group_commit import refuse_after_commit
 from tailrace.log.model import Stream
 from tailrace.protocol import http_headers
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line

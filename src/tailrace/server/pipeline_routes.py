@@ -61,7 +61,7 @@ from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWor
 from tailrace.storage.manifests.model import ManifestError
 from tailrace.storage.manifests.store import ManifestStore
 from tailrace.storage.object_store.interface import ObjectStoreError
-from tailrace.storage.sealer_process import ManifestPublication
+from tailrace.storage.sealer_client import ManifestPublication
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.segments.index_files import PlanRecord, PublishRequest, plan_name

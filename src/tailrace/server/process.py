@@ -51,7 +51,7 @@ from tailrace.server.resource_guards import DiskGuard, MemoryGuard, memory_limit
 from tailrace.server.server_details import SealRoute, ServerParts, ServerRoutes
 from tailrace.server.startup import DeclaredStreamInstaller
 from tailrace.server.stream_details import connect_details
-from tailrace.storage.checkpoint import CheckpointService
+from tailrace.storage.checkpoint_service import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
-from tailrace.log.commit import Committer
+from tailrace.log.group_commit import Committer
 from tailrace.routing import request_log
 from tailrace.routing.client_address import load_trusted_proxies
 from tailrace.server.app import TailraceApp

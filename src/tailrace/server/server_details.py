@@ -53,7 +53,7 @@ from tailrace.server.live import LiveReaders
 from tailrace.server.resource_guards import MemoryGuard, mapped_file_bytes
 from tailrace.server.stream_details import cached_bytes_by_artifact, unsealed_bytes
 from tailrace.server.touch_routes import TouchRoutes
-from tailrace.storage.checkpoint import CheckpointService
+from tailrace.storage.checkpoint_service import CheckpointService
 from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader

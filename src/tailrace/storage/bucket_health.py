@@ -12,7 +12,7 @@ from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
 from tailrace.storage.manifests.model import FencedError
 from tailrace.storage.ownership import BucketOwner
-from tailrace.storage.sealer_process import JobKind, SealerReport
+from tailrace.storage.sealer_client import JobKind, SealerReport
 
 logger = logging.getLogger("tailrace.seal")
 

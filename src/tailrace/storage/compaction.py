@@ -32,7 +32,7 @@ from tailrace.storage.manifest_recording import stored_manifest_facts
 from tailrace.storage.manifests.model import ManifestConflictError, StreamDeletedError, StreamFacts
 from tailrace.storage.manifests.store import ManifestStore, StoredHead, StreamLocks
 from tailrace.storage.object_store.interface import ObjectMissingError
-from tailrace.storage.sealer_process import ManifestPublication, SealerJob, SealerReport
+from tailrace.storage.sealer_client import ManifestPublication, SealerJob, SealerReport
 from tailrace.storage.segments.index_files import (
     SEGMENT_FAMILY,
     IndexFile,

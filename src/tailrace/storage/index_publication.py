@@ -31,7 +31,7 @@ from tailrace.storage.manifests.changes import IndexFileMissingError
 from tailrace.storage.manifests.model import StreamDeletedError, StreamFacts
 from tailrace.storage.manifests.store import ManifestStore, StreamLocks
 from tailrace.storage.object_store.interface import ObjectExistsError
-from tailrace.storage.sealer_process import ManifestPublication, SealerJob, SealerReport
+from tailrace.storage.sealer_client import ManifestPublication, SealerJob, SealerReport
 from tailrace.storage.segments.index_files import (
     IndexFile,
     PlanRecord,

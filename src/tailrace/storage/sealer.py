@@ -56,7 +56,7 @@ from tailrace.storage.object_store.interface import (
 from tailrace.storage.object_store.request_stats import CountingObjectStore, RequestStats
 from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.retention import reached_by_forks
-from tailrace.storage.sealer_process import (
+from tailrace.storage.sealer_client import (
     RECOVERY_KEY_VARIABLE,
     SealerJob,
     SealerReport,

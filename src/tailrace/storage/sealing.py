@@ -40,7 +40,7 @@ from tailrace.storage.seal_schedule import (
     ForkDependencies,
     SealBacklog,
 )
-from tailrace.storage.sealer_process import (
+from tailrace.storage.sealer_client import (
     JobKind,
     ManifestPublication,
     SealerProcess,

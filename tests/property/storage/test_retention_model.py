@@ -23,7 +23,7 @@ from tailrace.storage.object_store.listing import entry_range_of_key
 from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.retention_service import scan_due_streams
 from tailrace.storage.sealer import Sealer
-from tailrace.storage.sealer_process import JobKind, SealerJob, SealerReport, SealerSetup
+from tailrace.storage.sealer_client import JobKind, SealerJob, SealerReport, SealerSetup
 from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.segments.model import make_stream_id, stream_prefix
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt import algorithms
 
 from tailrace.auth import ANONYMOUS, TokenVerifier, check_listen_address, create_token, inspect_token
-from tailrace.auth import verifier as verifier_module
+from tailrace.auth import token_verifier as verifier_module
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings

@@ -6,7 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from tailrace.log.commit import CommitBatch, Committer
+from tailrace.log.group_commit import CommitBatch, Committer
 from tailrace.log.journal import Journal, JournalFile, JournalScan, files_to_replay
 
 FILE_BYTES = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.log.commit import SYNCS_PER_PROBE, SyncConcurrency
+from tailrace.log.group_commit import SYNCS_PER_PROBE, SyncConcurrency
 
 
 class Disk:

@@ -23,7 +23,7 @@ from tailrace.storage.manifests.store import ManifestStore
 from tailrace.storage.meta_objects import DocumentObject, MetaObjects, document_key
 from tailrace.storage.object_store.interface import ObjectStore, open_object_store
 from tailrace.storage.object_store.listing import list_objects
-from tailrace.storage.sealer_process import ManifestPublication, SealerJob, SealerReport
+from tailrace.storage.sealer_client import ManifestPublication, SealerJob, SealerReport
 from tailrace.storage.segments.index_files import (
     IndexFile,
     PlanHistory,
