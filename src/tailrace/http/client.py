@@ -114,6 +114,11 @@ class UpstreamConnection(asyncio.Protocol):
     ) -> None:
         """Send a request, or its header if there is `more`."""
         assert self._receiver is None, "one request at a time"
+        if self.closed:
+            # It ended between two requests, or before the first one.
+            self._pool.on_lost(self, pending=True)
+            receiver.on_lost(CONNECTION_LOST)
+            return
         self._receiver = receiver
         self._is_head = is_head
         self._sending = more
@@ -427,8 +432,8 @@ class UpstreamResponse:
         self._wake()
 
     def on_lost(self, reason: str) -> None:
+        self._failure = UpstreamLostError(reason, sent=self._connection is not None)
         self._connection = None
-        self._failure = UpstreamLostError(reason, sent=True)
         self._wake()
         if self.on_responded is not None:
             self.on_responded()

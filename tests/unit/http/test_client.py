@@ -204,6 +204,22 @@ def test_an_upstream_that_does_not_listen_has_not_seen_the_request() -> None:
     asyncio.run(main())
 
 
+def test_a_connection_lost_before_its_first_request_fails_at_once() -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        async with upstream(serve) as found:
+            connection, response = await found.pool.connect(), UpstreamResponse()
+            await until(lambda: connection.closed)
+            connection.send(REQUEST, response)
+            with pytest.raises(UpstreamLostError) as lost:
+                await response.head()
+            assert not lost.value.sent
+
+    asyncio.run(main())
+
+
 def test_what_arrived_before_the_end_of_a_cut_body_is_read_first() -> None:
     async def main() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
