@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from support.search_model import registry_of, search_body
+from tailrace.common.timestamps import format_rfc3339_ms
 from tailrace.schema.search_config import parse_interval_ms, parse_search_config
-from tailrace.schema.timestamps import from_unix_ms
 from tailrace.search.aggregates.measures import nearest_rank
 from tailrace.search.language import SEARCH_DIALECT, bind_query
 from tailrace.search.matching import evaluate_record
@@ -106,7 +106,7 @@ class AggregateModel:
                 values = self._values(record, name)
                 key[name] = _text(values[0]) if values else None
             text = json.dumps(key, separators=(",", ":"), ensure_ascii=False)
-            groups.setdefault((from_unix_ms(at // span * span), text), []).append(record)
+            groups.setdefault((format_rfc3339_ms(at // span * span), text), []).append(record)
         return groups
 
     def check(self, body: dict[str, Any], answer: dict[str, Any]) -> None:

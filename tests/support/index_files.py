@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tailrace.common.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
 from tailrace.schema.lenses import value_text
 from tailrace.schema.registry import Registry
 from tailrace.schema.search_config import parse_interval_ms
-from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
 from tailrace.search.aggregates.measures import Summary, SummaryPartsReader
 from tailrace.search.index_files.format import decode_value, encode_value
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan

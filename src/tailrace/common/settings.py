@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
 
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tailrace.common.limits import MIB, Limits
+from tailrace.common.timestamps import parse_rfc3339_ms
 
 ENV_PREFIX: Final = "TAILRACE_"
 PORT_DEFAULT: Final = 4437
@@ -379,10 +379,10 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Webhook keys created before this time are discarded."""
         if not self.webhook_keys_since:
             return 0
-        moment = datetime.fromisoformat(self.webhook_keys_since)
-        if moment.tzinfo is None:
-            raise ValueError("the timestamp must have a time zone")
-        return int(moment.timestamp() * 1000)
+        found = parse_rfc3339_ms(self.webhook_keys_since)
+        if found is None:
+            raise ValueError("webhook_keys_since must be an RFC 3339 timestamp")
+        return found
 
 
 def parse_networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 import jsonschema_rs
 import msgspec
 
+from tailrace.common.timestamps import is_date_time
 from tailrace.schema.json_values import (
     ABSENT,
     invalid_request,
@@ -21,7 +22,6 @@ from tailrace.schema.json_values import (
     shorten,
     without_surrogates,
 )
-from tailrace.schema.timestamps import is_date_time
 
 SCHEMA_BYTES_MAX: Final = 1024 * 1024
 DEPTH_MAX: Final = 64

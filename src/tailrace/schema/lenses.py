@@ -12,8 +12,8 @@ from typing import Final, cast
 
 from msgspec import Struct
 
+from tailrace.common.timestamps import date_time_ms, format_rfc3339_ms
 from tailrace.schema.json_values import ABSENT, invalid_request, parse_pointer, resolve_pointer, shorten
-from tailrace.schema.timestamps import from_unix_ms, to_unix_ms
 
 TYPES: Final = frozenset({"string", "integer", "number", "boolean", "null"})
 _INTEGER = re.compile(r"-?[0-9]{1,1000}")
@@ -100,14 +100,14 @@ def _int_to_string(value: object) -> str:
 
 
 def _to_unix_millis(value: object) -> int:
-    found = to_unix_ms(_text(value))
+    found = date_time_ms(_text(value))
     if found is None:
         raise LensFailureError("text is not an RFC 3339 timestamp")
     return found
 
 
 def _from_unix_millis(value: object) -> str:
-    return from_unix_ms(_integer(value))
+    return format_rfc3339_ms(_integer(value))
 
 
 def _text(value: object) -> str:

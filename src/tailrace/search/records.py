@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import UTC, date, datetime
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, cast
 
 import msgspec
 
+from tailrace.common.timestamps import parse_rfc3339_ms
 from tailrace.schema.json_values import (
     ABSENT,
     UnreadableRecordError,
@@ -62,19 +61,9 @@ INT64_MAX: Final = 2**63 - 1
 _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _DECIMAL: Final = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-# The common form: UTC, whole seconds or milliseconds.
 _SECOND: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
-_COMMON_TIMESTAMP: Final = re.compile(rf"{_SECOND}(?:\.[0-9]{{3}})?Z")
-# Several in the common form with milliseconds, separated by line feeds.
+# Several in UTC with milliseconds, separated by line feeds.
 _COMMON_TIMESTAMP_LINES: Final = re.compile(rf"{_SECOND}\.[0-9]{{3}}Z(?:\n{_SECOND}\.[0-9]{{3}}Z)*+")
-_TIMESTAMP: Final = re.compile(
-    r"([0-9]{4}-[0-9]{2}-[0-9]{2})"
-    r"(?:[Tt ]([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
-    r"(?:\.([0-9]{1,9}))?(?:[Zz]|([+-])([01][0-9]|2[0-3]):([0-5][0-9])))?"
-)
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_EPOCH_DAY: Final = _EPOCH.toordinal()
-_DAYS_400_YEARS: Final = 146_097
 _BOOLS: Final = {"true": True, "false": False}
 
 
@@ -225,37 +214,7 @@ def _integer_in(text: str) -> int | None:
 
 
 def _instant_ms(text: str) -> int | None:
-    if _COMMON_TIMESTAMP.fullmatch(text):
-        try:
-            since = datetime.fromisoformat(text) - _EPOCH
-        except ValueError:
-            pass  # invalid day, or the year 0
-        else:
-            return (since.days * 86_400 + since.seconds) * 1000 + since.microseconds // 1000
-    match = _TIMESTAMP.fullmatch(text)
-    if match is None:
-        return None
-    day_ms = _day_ms(match[1])
-    hour, minute, second, fraction, sign, ahead_hours, ahead_minutes = match.groups()[1:]
-    if day_ms is None or hour is None:
-        return day_ms
-    seconds = int(hour) * 3600 + int(minute) * 60 + int(second)
-    if sign:
-        ahead = int(ahead_hours) * 3600 + int(ahead_minutes) * 60
-        seconds -= ahead if sign == "+" else -ahead
-    return day_ms + seconds * 1000 + (int((fraction + "00")[:3]) if fraction else 0)
-
-
-@lru_cache(1024)
-def _day_ms(text: str) -> int | None:
-    """Midnight of a day, cached: adjacent records share their day."""
-    year = int(text[:4])
-    try:
-        # Python's calendar begins with year 1; it repeats every 400 years.
-        days = date(year or 400, int(text[5:7]), int(text[8:])).toordinal() - _EPOCH_DAY
-    except ValueError:
-        return None
-    return (days if year else days - _DAYS_400_YEARS) * 86_400_000
+    return parse_rfc3339_ms(f"{text}T00:00:00Z" if len(text) == len("2026-01-31") else text)
 
 
 _CONVERTERS: Final[dict[str, Convert]] = {

@@ -8,7 +8,7 @@ from typing import cast
 
 import orjson
 
-from tailrace.common.timestamps import format_rfc3339
+from tailrace.common.timestamps import format_rfc3339, format_rfc3339_ms
 from tailrace.log.model import Stream
 from tailrace.log.reader import PointReader
 from tailrace.schema.json_values import ABSENT, parse_pointer, resolve_pointer
@@ -91,7 +91,7 @@ def _header_text(value: object) -> str:
 def _format_ms(ms: int | None) -> str | None:
     if ms is None or not 0 <= ms <= TIMESTAMP_MS_MAX:
         return None
-    return format_rfc3339(ms * 1_000_000)
+    return format_rfc3339_ms(ms)
 
 
 def _hit(

@@ -20,7 +20,6 @@ from tailrace.hub.signatures import (
     SignatureKey,
     canonical_json,
     compute_signature,
-    format_number,
     sign_frame,
     verify_signature,
 )
@@ -148,12 +147,19 @@ def test_improper_signatures_are_refused(signature: str) -> None:
 )
 def test_numbers_are_written_as_ecmascript_does(bits: str, text: str) -> None:
     """Samples of RFC 8785, appendix B."""
-    assert format_number(struct.unpack(">d", bytes.fromhex(bits))[0]) == text
+    written = repr(struct.unpack(">d", bytes.fromhex(bits))[0]).encode()
+    assert canonical_json(written) == text.encode()
+
+
+def test_an_integer_beyond_53_bits_is_written_as_the_nearest_double() -> None:
+    assert canonical_json(b'{"b":295147905179352825856,"a":-9007199254740993}') == (
+        b'{"a":-9007199254740992,"b":295147905179352830000}'
+    )
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_written_number_is_the_same_number(value: float) -> None:
-    assert float(format_number(value)) == value
+    assert float(canonical_json(repr(value).encode())) == value
 
 
 def test_names_are_sorted_as_utf16_and_strings_have_few_escapes() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import date_time_ms, format_rfc3339_ms, is_date_time
 from tailrace.schema.json_schema import SchemaDocument, check_schema, compile_schema
 from tailrace.schema.json_values import UnusableRecordError, decode_json_record, encode_json_record
-from tailrace.schema.timestamps import from_unix_ms, is_date_time, to_unix_ms
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
@@ -181,7 +181,7 @@ def test_boolean_schemas_and_odd_records() -> None:
 )
 def test_instants_of_the_calendar(text: str, ms: int) -> None:
     assert is_date_time(text)
-    assert to_unix_ms(text) == ms
+    assert date_time_ms(text) == ms
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_instants_of_the_calendar(text: str, ms: int) -> None:
 )
 def test_texts_that_are_no_instant(text: str) -> None:
     assert not is_date_time(text)
-    assert to_unix_ms(text) is None
+    assert date_time_ms(text) is None
     assert not compile_schema({"format": "date-time"}).accepts(text)
 
 
@@ -221,11 +221,11 @@ def test_only_date_time_is_asserted() -> None:
 
 
 def test_milliseconds_as_text_stay_inside_the_calendar() -> None:
-    assert from_unix_ms(0) == "1970-01-01T00:00:00.000Z"
-    assert from_unix_ms(-1) == "1969-12-31T23:59:59.999Z"
-    assert from_unix_ms(-(10**30)) == "0001-01-01T00:00:00.000Z"
-    assert from_unix_ms(10**30) == "9999-12-31T23:59:59.999Z"
-    assert is_date_time(from_unix_ms(-(10**30)))
+    assert format_rfc3339_ms(0) == "1970-01-01T00:00:00.000Z"
+    assert format_rfc3339_ms(-1) == "1969-12-31T23:59:59.999Z"
+    assert format_rfc3339_ms(-(10**30)) == "0001-01-01T00:00:00.000Z"
+    assert format_rfc3339_ms(10**30) == "9999-12-31T23:59:59.999Z"
+    assert is_date_time(format_rfc3339_ms(-(10**30)))
 
 
 def test_records_come_back_as_they_were() -> None:

@@ -13,6 +13,7 @@ from bson import Binary, Code, Decimal128, Int64, MaxKey, ObjectId, Regex, Times
 from bson.datetime_ms import DatetimeMS
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_rfc3339_ms
 from tailrace.watch.sources.config import read_source_config
 from tailrace.watch.sources.model import SourceChange, SourceError
 from tailrace.watch.sources.mongo import MongoConnection, import_driver
@@ -23,7 +24,6 @@ from tailrace.watch.sources.mongo_decoder import (
     document_key,
     document_row,
     encode_resume_token,
-    format_instant_ms,
     is_event_token,
     token_lsn,
 )
@@ -141,7 +141,7 @@ def test_an_insert_is_what_it_says() -> None:
 def test_an_update_is_what_was_looked_up_later() -> None:
     found = feed(event("update", fullDocument={"_id": "k", "n": 2}))
     assert (found.image, found.data, found.replaces) == ("lookup", b'{"n":2}', False)
-    assert found.time == format_instant_ms(0x65A1B2C3 * 1000), "older servers say no more than the second"
+    assert found.time == format_rfc3339_ms(0x65A1B2C3 * 1000), "older servers say no more than the second"
     assert feed(event("update", fullDocument=None)).image == "missing"
     assert feed(event("update")).image == "missing"
 

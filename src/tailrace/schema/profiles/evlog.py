@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
 from typing import Final, cast
 
 from msgspec import Struct
 
+from tailrace.common.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN, format_rfc3339_ms, is_date_time
 from tailrace.schema.json_values import (
     expect_array,
     expect_bool,
@@ -23,7 +23,6 @@ from tailrace.schema.profiles.normalisation import (
     to_number,
     to_trimmed,
 )
-from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN, from_unix_ms, is_date_time
 
 CONTEXT_KEY: Final = "context"
 EVLOG_KEYS: Final = (
@@ -132,7 +131,6 @@ EVLOG_SECRETS: Final = frozenset({"password", "token", "secret", "authorization"
 LEVELS: Final = frozenset({"debug", "info", "warn", "error"})
 
 _RESERVED: Final = frozenset(EVLOG_KEYS)
-_COMMON_TIMESTAMP = re.compile(r"[0-9]{4}-[01][0-9]-[0-3][0-9]T[012][0-9]:[0-5][0-9]:[0-5][0-9]\.[0-9]{3}Z")
 _INTEGER_TEXT = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER_TEXT = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?", re.IGNORECASE)
@@ -255,26 +253,15 @@ def _timestamp(value: object, now_ms: int, context: EvlogRecord) -> str:
     """The event's own timestamp, else the server's; an invalid one is stored in the context."""
     if type(value) is str:
         text = value.strip()
-        if _is_instant(text):
+        if is_date_time(text):
             return text
         if not text:
             value = None
     elif (ms := to_number(value)) is not None and TIMESTAMP_MS_MIN <= ms <= TIMESTAMP_MS_MAX:
-        return from_unix_ms(int(ms // 1))
+        return format_rfc3339_ms(int(ms // 1))
     if value is not None:
         context["timestamp"] = value
-    return from_unix_ms(now_ms)
-
-
-def _is_instant(text: str) -> bool:
-    if _COMMON_TIMESTAMP.fullmatch(text):
-        try:
-            datetime.fromisoformat(text)
-        except ValueError:
-            pass
-        else:
-            return True
-    return is_date_time(text)
+    return format_rfc3339_ms(now_ms)
 
 
 def _level(status: int | None, explained: str | None) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Final, NamedTuple, cast
 
-from tailrace.common.timestamps import parse_rfc3339_ns
+from tailrace.common.timestamps import TIMESTAMP_MS_MAX, format_rfc3339_ms, parse_rfc3339_ns
 from tailrace.schema.json_values import invalid_request
 from tailrace.schema.profiles.normalisation import (
     PATH_CHARACTERS_MAX,
@@ -24,7 +24,6 @@ from tailrace.schema.profiles.normalisation import (
     to_trimmed,
 )
 from tailrace.schema.profiles.otlp_export import OtelConfig
-from tailrace.schema.timestamps import TIMESTAMP_MS_MAX
 
 Record = dict[str, object]
 AttributeNames = Sequence[str]
@@ -592,7 +591,7 @@ class _Span:
 
 def _instant(ns: int) -> str:
     """With milliseconds. The times of spans end in the year 2554, long before those of the calendar."""
-    return (_EPOCH + timedelta(milliseconds=ns // 1_000_000)).isoformat(timespec="milliseconds")[:-6] + "Z"
+    return format_rfc3339_ms(ns // 1_000_000)
 
 
 def _object(value: object) -> Record:

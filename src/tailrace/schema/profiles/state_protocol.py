@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import is_date_time
 from tailrace.schema.json_values import expect_object, invalid_request, shorten
-from tailrace.schema.timestamps import is_date_time
 
 OPERATIONS: Final = ("insert", "update", "delete")
 CONTROLS: Final = ("snapshot-start", "snapshot-end", "reset")

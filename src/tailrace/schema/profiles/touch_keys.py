@@ -14,9 +14,9 @@ from typing import Final, cast
 import xxhash
 from msgspec import Struct
 
+from tailrace.common.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN, date_time_ms, format_rfc3339_ms
 from tailrace.schema.lenses import value_text
 from tailrace.schema.profiles.state_protocol import Change
-from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN, from_unix_ms, to_unix_ms
 
 ENCODINGS: Final = ("string", "int64", "bool", "datetime", "bytes")
 ID_MASK: Final = 0xFFFF_FFFF
@@ -93,14 +93,14 @@ def _int64(value: object) -> str | None:
 
 def _datetime(value: object) -> str | None:
     if isinstance(value, str):
-        value = to_unix_ms(value.strip())
+        value = date_time_ms(value.strip())
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not TIMESTAMP_MS_MIN <= value <= TIMESTAMP_MS_MAX
     ):
         return None
-    return from_unix_ms(int(value // 1))
+    return format_rfc3339_ms(int(value // 1))
 
 
 def _arguments(arguments: Sequence[str]) -> bytes:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 
 import orjson
 
+from tailrace.common.timestamps import format_rfc3339_ms
 from tailrace.schema.lenses import value_text
-from tailrace.schema.timestamps import from_unix_ms
 from tailrace.search.aggregates.exact_sums import SumArray
 from tailrace.search.aggregates.groups import Groups, aggregate_timeout, check_bytes, check_groups
 from tailrace.search.aggregates.keyed_states import (
@@ -395,7 +395,7 @@ def _distinct_texts(column: ArrowColumn, values: Any) -> tuple[list[str], Any]:
 
 
 # A window mostly ends where the next one starts, and is asked for again.
-_shown_at = lru_cache(16_384)(from_unix_ms)
+_shown_at = lru_cache(16_384)(format_rfc3339_ms)
 
 
 def encode_windows(

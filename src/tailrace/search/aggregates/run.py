@@ -14,8 +14,8 @@ import orjson
 
 from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
+from tailrace.common.timestamps import format_rfc3339_ms
 from tailrace.log.model import Stream
-from tailrace.schema.timestamps import from_unix_ms
 from tailrace.search.aggregates.groups import (
     AggregateScanner,
     ColumnAggregator,
@@ -402,8 +402,8 @@ class _AggregateRun:
         head = {
             "stream": self._stream.name,
             "rollup": request.rollup_name,
-            "from": from_unix_ms(request.from_ms),
-            "to": from_unix_ms(request.to_ms),
+            "from": format_rfc3339_ms(request.from_ms),
+            "to": format_rfc3339_ms(request.to_ms),
             "interval": request.interval,
             "coverage": coverage,
         }
@@ -417,8 +417,8 @@ class _AggregateRun:
             return self._arrays.to_json(self._groups)
         buckets = [
             {
-                "start": from_unix_ms(start_ms),
-                "end": from_unix_ms(start_ms + self._request.interval_ms),
+                "start": format_rfc3339_ms(start_ms),
+                "end": format_rfc3339_ms(start_ms + self._request.interval_ms),
                 "groups": groups,
             }
             for start_ms, groups in self._groups.to_json(self._deadline)

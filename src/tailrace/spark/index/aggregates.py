@@ -19,10 +19,10 @@ from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple, cast
 
+from tailrace.common.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
 from tailrace.schema.json_values import parse_pointer
 from tailrace.schema.lenses import value_text
 from tailrace.schema.search_config import Measure, Rollup, SearchConfig, parse_interval_ms
-from tailrace.schema.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN
 from tailrace.search.aggregates.keyed_states import group_ids
 from tailrace.search.aggregates.measures import Summary, SummaryParts, SummaryPartsReader
 from tailrace.search.aggregates.summary_arrays import (

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -20,6 +19,7 @@ import msgspec
 
 from tailrace.common.backoff import Backoff
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.timestamps import format_rfc3339
 from tailrace.spark.failpoints import hit_failpoint
 from tailrace.spark.index.file_writer import WRITER
 from tailrace.spark.index.segment_build import BUILT, FAILED, UNDECODABLE
@@ -198,7 +198,7 @@ PipelinePhase = Literal["starting", "running", "idle", "stopping"]
 
 
 def utc_timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return format_rfc3339(time.time_ns())
 
 
 class PipelineStatus:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, Final, cast
 
 import bson
@@ -21,6 +21,7 @@ from bson.int64 import Int64
 from bson.objectid import ObjectId
 from bson.timestamp import Timestamp
 
+from tailrace.common.timestamps import format_rfc3339_ms
 from tailrace.watch.sources.model import ImageKind, SourceChange, SourceError
 
 DEPTH_MAX: Final = 60  # of one value; documents have at most 64 levels
@@ -88,13 +89,8 @@ def json_value(value: Any, depth: int) -> Any:
     if isinstance(value, bytes):  # of any subtype
         return base64.b64encode(value).decode()
     if kind is DatetimeMS and _MS_MIN <= int(value) <= _MS_MAX:
-        return format_instant_ms(int(value))
+        return format_rfc3339_ms(int(value))
     return json.loads(_text(value, _RELAXED))
-
-
-def format_instant_ms(time_ms: int) -> str:
-    instant = _EPOCH + timedelta(milliseconds=time_ms)
-    return f"{instant:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z".rjust(24, "0")
 
 
 def _text(value: object, options: json_util.JSONOptions) -> str:
@@ -191,7 +187,7 @@ def _time_of(event: Mapping[str, Any]) -> int:
 def _instant_of(event: Mapping[str, Any], lsn: int) -> str:
     """The commit time; older servers only have seconds."""
     time = event.get("wallTime")
-    return format_instant_ms(int(time) if isinstance(time, DatetimeMS) else (lsn >> 32) * 1000)
+    return format_rfc3339_ms(int(time) if isinstance(time, DatetimeMS) else (lsn >> 32) * 1000)
 
 
 def _transaction_of(event: Mapping[str, Any]) -> str | None:
