@@ -172,7 +172,6 @@ def cli_page() -> str:
     return "\n".join(part.strip() + "\n" for part in parts)
 
 
-<<<<<<< HEAD
 ERRORS_INTRO = """\
 # Error codes
 
@@ -204,7 +203,8 @@ def errors_page() -> str:
             rows.append(f"| {kind.status} | `{code}` | {kind.meaning} | {kind.remedy} | {retry} |")
         parts.append("\n".join(rows) + "\n")
     return "".join(parts)
-=======
+
+
 ROUTES_INTRO = """\
 # Routes
 
@@ -234,18 +234,14 @@ def routes_page() -> str:
         lines += [f"| {row.method} `{row.path}` | {_scope(row.action)} | {row.summary} |" for row in rows]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
->>>>>>> refs/heads/routes
 
 
 PAGES = {
     "settings.md": settings_page,
     "metrics.md": metrics_page,
     "cli.md": cli_page,
-<<<<<<< HEAD
     "errors.md": errors_page,
-=======
     "routes.md": routes_page,
->>>>>>> refs/heads/routes
 }
 
 

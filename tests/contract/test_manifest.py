@@ -176,7 +176,7 @@ def test_an_older_snapshot_does_not_replace_a_newer_one(url: str) -> None:
         assert older == newer
         # Another owner counts its snapshots from the beginning.
         other = ManifestStore(objects, 2)
-        await other.adopt(STREAM)
+        await other.take_fence(STREAM)
         head = await other.publish(facts(5, as_of=1, epochs=((0, 1), (1, 6))))
         assert (head.as_of, head.fence, head.epoch) == (1, 2, 1)
 
@@ -204,23 +204,23 @@ def test_a_higher_fence_ends_the_lower_one(url: str) -> None:
         first, second = ManifestStore(objects, 1), ManifestStore(objects, 2)
         await first.publish(facts(5), run_of(1, 5))
         stale = await first.load(STREAM)
-        head = await second.adopt(STREAM, ((0, 1), (1, 6)))
+        head = await second.take_fence(STREAM, ((0, 1), (1, 6)))
         assert (head.fence, head.epoch) == (2, 1)
-        assert await second.adopt(STREAM, ((0, 1), (1, 6))) == head
+        assert await second.take_fence(STREAM, ((0, 1), (1, 6))) == head
         before = await keys_of(objects)
         for late in (
             first.publish(facts(6), [segment(6, 6)]),
             first.publish(facts(6), [segment(6, 6)], known=stale),
             first.trim(STREAM, 2),
             first.delete_stream(facts(5), CREATED_NS + 1, "deleted"),
-            first.adopt(STREAM),
+            first.take_fence(STREAM),
         ):
             with pytest.raises(FencedError):
                 await late
         assert await head_of(first) == head
         assert await keys_of(objects) == before
         with pytest.raises(ManifestConflictError):
-            await second.adopt("0" * 32)
+            await second.take_fence("0" * 32)
 
     on(url, work)
 

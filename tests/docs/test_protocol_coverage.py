@@ -35,9 +35,9 @@ PROPERTIES = {
 
 @cache
 def known() -> dict[str, set[str]]:
-    """The tests of each file, by its name; files of one name in two directories are one."""
+    """The tests of each file, by its path under `tests/` without the ending."""
     found: dict[str, set[str]] = {}
-    for path in TESTS.glob("*/test_*.py"):
+    for path in TESTS.glob("*/**/test_*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {
             node.name
@@ -51,12 +51,12 @@ def known() -> dict[str, set[str]]:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        found.setdefault(path.stem, set()).update(names)
+        found[path.relative_to(TESTS).with_suffix("").as_posix()] = names
     return found
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = re.findall(r"`(test_\w+)::(test_\w+)`", PAGE.read_text(encoding="utf-8"))
+    named = re.findall(r"`([\w/]*test_\w+)::(test_\w+)`", PAGE.read_text(encoding="utf-8"))
     assert len(named) > 150
     assert [f"{file}::{test}" for file, test in named if test not in known().get(file, set())] == []
 

@@ -8,7 +8,6 @@ expire or something is revoked, so the signature of a busy client is verified on
 from __future__ import annotations
 
 import hmac
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +34,7 @@ from tailrace.auth.tokens import (
     token_required_error,
     token_scopes,
 )
+from tailrace.common.caches import LruCache
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
@@ -62,8 +62,11 @@ class TokenVerifier:
         self.book = IdentityStore(IdentityFile(identity_path(settings)), clock)
         self._public = _public_reader(settings)
         self.hub: HubReadPolicy | None = None  # rules for reading streams of the hub
-        self._verified: OrderedDict[bytes, Identity] = OrderedDict()
-        self._verified_bytes = 0
+        self._verified: LruCache[bytes, Identity] = LruCache(
+            entries_max=CACHED_TOKENS_MAX,
+            size_max=CACHED_TOKEN_BYTES_MAX,
+            size_of=lambda authorization, _: len(authorization),
+        )
         self._verified_versions = (0, 0)
         self._rechecked_versions = (0, 0)
         self.enabled = settings.auth_configured
@@ -103,9 +106,8 @@ class TokenVerifier:
         identity = self._verified.get(authorization)
         if identity is not None:
             if identity.expires_at is not None and self._now_s() >= identity.expires_at + LEEWAY_S:
-                self._uncache(authorization)
+                self._verified.pop(authorization)
                 reject_token("the token has expired")
-            self._verified.move_to_end(authorization)
             return identity
         token = parse_bearer(authorization)
         if token.startswith(tokens.GRANT_PREFIX.encode()):
@@ -113,7 +115,7 @@ class TokenVerifier:
         identity = self._verify_api_key(token) if api_keys.is_api_key(token) else self._verify_jwt(token)
         self.check_valid(identity)
         identity = msgspec.structs.replace(identity, hub=self.hub)
-        self._cache(authorization, identity)
+        self._verified.put(authorization, identity)
         return identity
 
     def is_valid(self, identity: Identity) -> bool:
@@ -241,20 +243,8 @@ class TokenVerifier:
             credential=credential,
         )
 
-    def _cache(self, authorization: bytes, identity: Identity) -> None:
-        self._verified[authorization] = identity
-        self._verified_bytes += len(authorization)
-        while len(self._verified) > CACHED_TOKENS_MAX or self._verified_bytes > CACHED_TOKEN_BYTES_MAX:
-            oldest, _ = self._verified.popitem(last=False)
-            self._verified_bytes -= len(oldest)
-
-    def _uncache(self, authorization: bytes) -> None:
-        if self._verified.pop(authorization, None) is not None:
-            self._verified_bytes -= len(authorization)
-
     def _clear_cache(self) -> None:
         self._verified.clear()
-        self._verified_bytes = 0
         self._verified_versions = self._versions
 
 

@@ -9,7 +9,6 @@ check it among themselves.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any, Final
@@ -21,6 +20,7 @@ import orjson
 from tailrace.auth import Action, Identity, authorise
 from tailrace.cluster.fork_locations import ForkLocations
 from tailrace.cluster.peers import Peers, decode_peer_error
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
@@ -90,7 +90,8 @@ class ClusterPipeline:
         self._peers = cluster.peers
         self._fork_locations = fork_locations
         self._later = DeferredResponses()
-        self._names: OrderedDict[str, str] = OrderedDict()  # of streams in recent plans, by id
+        # Of streams in recent plans, by id.
+        self._names: LruCache[str, str] = LruCache(entries_max=NAMES_MAX)
         self._backlogs: dict[int, PipelineBacklog] = {}  # of other workers, as last polled
         self._tasks = TaskSet()
         routes.demand = self._total_backlog
@@ -155,9 +156,7 @@ class ClusterPipeline:
             parts = await self._pages(query | {"limit": str(limit)}, begin)
         streams, following = merge_plans(parts, limit)
         for one in streams:
-            self._names[one["stream_id"]] = one["stream"]
-        while len(self._names) > NAMES_MAX:
-            self._names.popitem(last=False)
+            self._names.put(one["stream_id"], one["stream"])
         first = parts[self._own]
         shown = {"layout": first.layout, "store": first.store, "streams": streams, "next_after": following}
         exchange.respond(200, JSON, orjson.dumps(shown))

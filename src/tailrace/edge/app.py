@@ -36,9 +36,9 @@ from tailrace.edge.requests import (
 from tailrace.edge.slices import SliceReader
 from tailrace.edge.stream_info import StreamInfoCache
 from tailrace.edge.upstream_feed import UpstreamRefusedError, is_transient
-from tailrace.edge.upstream_pool import UpstreamLostError, UpstreamResponse
 from tailrace.edge.upstreams import Upstream
 from tailrace.http import request_log
+from tailrace.http.client import UpstreamLostError, UpstreamResponse
 from tailrace.http.cors import AllowedOrigins, CommonHeaders
 from tailrace.http.exchange import Exchange
 from tailrace.protocol import http_headers

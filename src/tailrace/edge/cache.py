@@ -17,7 +17,6 @@ import os
 import re
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
@@ -29,12 +28,13 @@ import msgspec
 import orjson
 
 from tailrace.common import private_files
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.metrics import EdgeTelemetry
 from tailrace.edge.requests import response_lines, without_request_id
-from tailrace.edge.upstream_pool import UpstreamResponse
+from tailrace.http.client import UpstreamResponse
 from tailrace.protocol.http_headers import is_json, is_text, slice_etag_start
 
 ENTRY_OVERHEAD_BYTES = 1024
@@ -141,48 +141,45 @@ class MemoryCache:
     """LRU cache of slices, bounded in bytes. A stream's slices can be dropped together."""
 
     def __init__(self, bytes_max: int, telemetry: EdgeTelemetry) -> None:
-        self._bytes_max = bytes_max
         self._telemetry = telemetry
-        self._slices: OrderedDict[tuple[str, ...], Slice] = OrderedDict()
+        self._slices: LruCache[tuple[str, ...], Slice] = LruCache(
+            size_max=bytes_max, size_of=lambda _, found: found.size, on_evict=self._on_evict
+        )
         self._by_name: dict[str, set[tuple[str, ...]]] = {}
-        self.bytes = 0
         telemetry.edge_cache_bytes.reads[("memory",)] = lambda: self.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self._slices.size
 
     def __contains__(self, key: tuple[str, ...]) -> bool:
         return key in self._slices
 
     def get(self, key: tuple[str, ...]) -> Slice | None:
-        found = self._slices.get(key)
-        if found is not None:
-            self._slices.move_to_end(key)
-        return found
+        return self._slices.get(key)
 
     def put(self, key: tuple[str, ...], found: Slice) -> None:
-        self._take(key)
-        if found.size > self._bytes_max:
-            return
-        self._slices[key] = found
-        self._by_name.setdefault(key[0], set()).add(key)
-        self.bytes += found.size
-        while self.bytes > self._bytes_max:
-            self._take(next(iter(self._slices)))
-            self._telemetry.edge_cache_evictions.add("memory")
+        self.discard(key)
+        if self._slices.put(key, found):
+            self._by_name.setdefault(key[0], set()).add(key)
 
     def discard(self, key: tuple[str, ...]) -> None:
-        self._take(key)
+        if self._slices.pop(key) is not None:
+            self._unlist(key)
 
     def drop(self, name: str) -> None:
-        for key in list(self._by_name.get(name, ())):
-            self._take(key)
+        for key in self._by_name.pop(name, ()):
+            self._slices.pop(key)
 
-    def _take(self, key: tuple[str, ...]) -> None:
-        found = self._slices.pop(key, None)
-        if found is not None:
-            self.bytes -= found.size
-            keys = self._by_name[key[0]]
-            keys.discard(key)
-            if not keys:
-                del self._by_name[key[0]]
+    def _on_evict(self, key: tuple[str, ...], _: Slice) -> None:
+        self._unlist(key)
+        self._telemetry.edge_cache_evictions.add("memory")
+
+    def _unlist(self, key: tuple[str, ...]) -> None:
+        keys = self._by_name[key[0]]
+        keys.discard(key)
+        if not keys:
+            del self._by_name[key[0]]
 
 
 RECENT_BYTES_MAX = 32 * 1024 * 1024
@@ -195,29 +192,6 @@ class RecentRead(NamedTuple):
     generation: int
     writes: int
     at: float
-
-
-class RecentReads:
-    """The last response at the tail for each read; the oldest are evicted."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[tuple[str, ...], RecentRead] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: tuple[str, ...]) -> RecentRead | None:
-        return self._found.get(key)
-
-    def put(self, key: tuple[str, ...], recent: RecentRead) -> None:
-        self._forget(key)
-        self._found[key] = recent
-        self._bytes += recent.slice.size
-        while self._bytes > RECENT_BYTES_MAX:
-            self._forget(next(iter(self._found)))
-
-    def _forget(self, key: tuple[str, ...]) -> None:
-        gone = self._found.pop(key, None)
-        if gone is not None:
-            self._bytes -= gone.slice.size
 
 
 # Shorter bodies are not compressed.
@@ -234,32 +208,21 @@ class SliceCompressor:
     """Compressed slices; those read often are compressed once."""
 
     def __init__(self) -> None:
-        self._packed: OrderedDict[Slice, bytes] = OrderedDict()
-        self._bytes = 0
+        # The size includes the slice, which may be referenced only here.
+        self._packed: LruCache[Slice, bytes] = LruCache(
+            size_max=COMPRESSED_BYTES_MAX, size_of=lambda found, packed: found.size + len(packed)
+        )
 
     async def compress(self, found: Slice) -> bytes:
         packed = self._packed.get(found)
         if packed is not None:
-            self._packed.move_to_end(found)
             return packed
         if len(found.body) <= INLINE_BYTES_MAX:
             packed = gzip.compress(found.body, LEVEL, mtime=0)
         else:
             packed = await asyncio.to_thread(gzip.compress, found.body, LEVEL, mtime=0)
-        self._keep(found, packed)
+        self._packed.put(found, packed)
         return packed
-
-    def _keep(self, found: Slice, packed: bytes) -> None:
-        if found not in self._packed:
-            self._packed[found] = packed
-            self._bytes += _held_bytes(found, packed)
-        while self._bytes > COMPRESSED_BYTES_MAX:
-            self._bytes -= _held_bytes(*self._packed.popitem(last=False))
-
-
-def _held_bytes(found: Slice, packed: bytes) -> int:
-    """Includes the slice, which may be referenced only here."""
-    return found.size + len(packed)
 
 
 def is_compressible(found: Slice) -> bool:
@@ -305,32 +268,37 @@ class DiskCache:
     def __init__(self, context: EdgeContext, directory: Path) -> None:
         self._context = context
         self._directory = directory
-        self._bytes_max = context.limits.edge_disk_cache_bytes
-        self._files: OrderedDict[str, int] = OrderedDict()  # digest: size, oldest first
-        self.bytes = 0
+        self._files: LruCache[str, int] = LruCache(  # sizes by digest
+            size_max=context.limits.edge_disk_cache_bytes,
+            size_of=lambda _, size: size,
+            on_evict=lambda digest, _: self._on_evict(digest),
+        )
         self._pending = 0
         self._on = True
         self._threads = ThreadPoolExecutor(2, "tailrace-edge-disk")
         self._lock: BinaryIO = lock_directory(directory)
         for digest, size in _scan(directory):
-            self._files[digest] = size
-            self.bytes += size
+            self._store(digest, size)
         context.telemetry.edge_cache_bytes.reads[("disk",)] = lambda: self.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self._files.size
 
     def may_have(self, key: DiskKey) -> bool:
         return self._on and digest_of(key) in self._files
 
     async def get(self, key: DiskKey, deployment: str, epoch: int) -> Slice | None:
         digest = digest_of(key)
-        if not self._on or not deployment or digest not in self._files:
+        if not self._on or not deployment or self._files.get(digest) is None:
             return None
-        self._files.move_to_end(digest)
         path = self._path(digest)
         found = await self._context.loop.run_in_executor(
             self._threads, read_slice, path, key, deployment, epoch
         )
         if found is None:
-            self._forget(digest)
+            if self._files.pop(digest) is not None:
+                self._delete(digest)
             return None
         head, body = found
         age_s = max(0.0, self._context.now_s() - head.at_s)
@@ -365,19 +333,18 @@ class DiskCache:
             return
         finally:
             self._pending -= 1
-        self._forget(digest, delete=False)
-        self._files[digest] = size
-        self.bytes += size
-        while self.bytes > self._bytes_max:
-            self._forget(next(iter(self._files)))
-            self._context.telemetry.edge_cache_evictions.add("disk")
+        self._store(digest, size)
 
-    def _forget(self, digest: str, *, delete: bool = True) -> None:
-        size = self._files.pop(digest, None)
-        if size is not None:
-            self.bytes -= size
-            if delete:
-                self._threads.submit(self._path(digest).unlink, missing_ok=True)
+    def _store(self, digest: str, size: int) -> None:
+        if not self._files.put(digest, size):
+            self._on_evict(digest)
+
+    def _on_evict(self, digest: str) -> None:
+        self._context.telemetry.edge_cache_evictions.add("disk")
+        self._delete(digest)
+
+    def _delete(self, digest: str) -> None:
+        self._threads.submit(self._path(digest).unlink, missing_ok=True)
 
     def _path(self, digest: str) -> Path:
         return self._directory / digest[:2] / digest

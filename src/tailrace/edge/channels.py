@@ -28,8 +28,8 @@ from tailrace.edge.upstream_feed import (
     open_feed,
     read_answer,
 )
-from tailrace.edge.upstream_pool import UpstreamLostError, UpstreamResponse
 from tailrace.edge.upstreams import RAMP_S, ReconnectBackoff, Upstream
+from tailrace.http.client import UpstreamLostError, UpstreamResponse
 from tailrace.protocol import offsets
 from tailrace.protocol.http_headers import is_text
 

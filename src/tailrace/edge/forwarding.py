@@ -24,10 +24,10 @@ from tailrace.edge.requests import (
     response_lines,
 )
 from tailrace.edge.upstream_feed import UpstreamAnswer, UpstreamRefusedError
-from tailrace.edge.upstream_pool import UpstreamConnection, UpstreamLostError, UpstreamResponse
 from tailrace.edge.upstreams import Upstream
+from tailrace.http.client import UpstreamConnection, UpstreamLostError, UpstreamResponse
 from tailrace.http.exchange import BODILESS_STATUSES, REQUEST_ID_HEADER, Exchange, ResponseStream, status_line
-from tailrace.http.relay import TunnelEnd
+from tailrace.http.relay import TunnelEnd, open_tunnel
 from tailrace.http.streaming_request import BodyLostError, BodyStream, StreamingExchange
 from tailrace.protocol import stream_names
 from tailrace.protocol.http_headers import JSON_TYPE, NO_STORE, header_line
@@ -43,8 +43,8 @@ class ClientTunnelEnd(TunnelEnd):
         self.transport.close()
 
 
-def open_tunnel(exchange: Exchange, reply: UpstreamResponse, connection: UpstreamConnection) -> None:
-    """Connects a client with an upstream after an accepted upgrade."""
+def answer_upgrade(exchange: Exchange, reply: UpstreamResponse, connection: UpstreamConnection) -> None:
+    """Accepts the upgrade of a client as its upstream did, and connects the two."""
     client = exchange.connection
     if exchange.answered or connection.closed:
         connection.abort()
@@ -58,15 +58,7 @@ def open_tunnel(exchange: Exchange, reply: UpstreamResponse, connection: Upstrea
     exchange.answered = True
     exchange.on_gone = None
     client.write(head)
-    near, far = ClientTunnelEnd(client.transport, server), TunnelEnd(connection.transport)
-    near.other, far.other = far, near
-    early = connection.take_over(far)
-    held = client.detach(near)
-    server.add(near)
-    if early:
-        far.data_received(early)
-    if held:
-        near.data_received(held)
+    open_tunnel(ClientTunnelEnd(client.transport, server), client, connection)
 
 
 def _passes(name: bytes) -> bool:
@@ -162,7 +154,7 @@ class Forwarder:
             finally:
                 connection.abort()
             return
-        open_tunnel(exchange, reply, connection)
+        answer_upgrade(exchange, reply, connection)
 
     async def relay(self, exchange: Exchange, reply: UpstreamResponse, cache: str) -> None:
         """Sends an upstream's response to the client, with back-pressure."""

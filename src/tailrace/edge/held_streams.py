@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.edge.auth import Caller
 from tailrace.edge.channels import ChannelTable
@@ -53,17 +53,13 @@ class HeldEventStreams:
         self._clients = channels.clients
         self._book = book
         # Forwarded event streams with a 200 response, the most recent last.
-        self._answered: OrderedDict[bytes, None] = OrderedDict()
+        self._answered: LruCache[bytes, bool] = LruCache(entries_max=KNOWN_MAX)
         self._held: dict[ResponseStream, HeldResponse] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def note_answered(self, exchange: Exchange) -> None:
         """Records an event stream that an upstream has served."""
-        digest = _digest(exchange)
-        self._answered[digest] = None
-        self._answered.move_to_end(digest)
-        if len(self._answered) > KNOWN_MAX:
-            self._answered.popitem(last=False)
+        self._answered.put(_digest(exchange), True)
 
     def is_known(self, exchange: Exchange, name: str, caller: Caller) -> bool:
         """Whether a request is for an event stream that is known to exist.

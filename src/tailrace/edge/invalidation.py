@@ -25,8 +25,8 @@ from tailrace.edge.upstream_feed import (
     open_feed,
     read_answer,
 )
-from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.edge.upstreams import ReconnectBackoff, Upstream
+from tailrace.http.client import UpstreamLostError
 
 logger = logging.getLogger("tailrace.edge")
 

@@ -28,7 +28,7 @@ from tailrace.edge.context import EdgeContext
 from tailrace.edge.requests import SharedRead, cache_line
 from tailrace.edge.slices import SliceReader
 from tailrace.edge.upstream_feed import FeedBatch, UpstreamRefusedError, encode_control, is_transient
-from tailrace.edge.upstream_pool import UpstreamLostError
+from tailrace.http.client import UpstreamLostError
 from tailrace.http.exchange import Exchange
 from tailrace.http.live_transport import LiveTransport, LiveWebSocketHandler, SseTransport, WebSocketTransport
 from tailrace.protocol import offsets

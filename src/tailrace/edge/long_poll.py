@@ -23,7 +23,7 @@ from tailrace.edge.requests import (
 from tailrace.edge.slices import UNSHARED_STATUSES
 from tailrace.edge.stream_info import StreamInfoCache
 from tailrace.edge.upstream_feed import UpstreamAnswer, UpstreamRefusedError
-from tailrace.edge.upstream_pool import UpstreamLostError
+from tailrace.http.client import UpstreamLostError
 from tailrace.http.exchange import Exchange
 from tailrace.protocol.http_headers import NO_STORE, header_line
 from tailrace.protocol.offsets import next_cursor

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import SingleFlight
 from tailrace.edge.auth import Caller
-from tailrace.edge.cache import DiskCache, MemoryCache, RecentRead, RecentReads, Slice
+from tailrace.edge.cache import RECENT_BYTES_MAX, DiskCache, MemoryCache, RecentRead, Slice
 from tailrace.edge.channels import ChannelTable
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.invalidation import RegistryFollower
@@ -15,8 +16,8 @@ from tailrace.edge.requests import SharedRead, build_stream_target
 from tailrace.edge.stream_info import StreamInfo, StreamInfoCache
 from tailrace.edge.ttl_renewal import TtlRenewals
 from tailrace.edge.upstream_feed import UpstreamAnswer, UpstreamRefusedError
-from tailrace.edge.upstream_pool import UpstreamLostError
 from tailrace.edge.upstreams import Upstream
+from tailrace.http.client import UpstreamLostError
 from tailrace.protocol.http_headers import slice_etag_format
 
 # Errors that concern one client only, not others that share the read.
@@ -51,7 +52,9 @@ class SliceReader:
         self._renewals = renewals
         self._verifies = verifies
         self._flights: SingleFlight[tuple[SliceKey, int], Slice] = SingleFlight()  # by key and writes
-        self._recent = RecentReads()
+        self._recent: LruCache[SliceKey, RecentRead] = LruCache(  # the last response at the tail
+            size_max=RECENT_BYTES_MAX, size_of=lambda _, recent: recent.slice.size
+        )
         self._confirming: SingleFlight[str, None] = SingleFlight()
 
     async def get(self, reading: SharedRead, caller: Caller) -> tuple[Slice, str]:

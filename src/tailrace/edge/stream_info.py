@@ -5,14 +5,14 @@ Everything is learned from upstream responses; times are of the edge's monotonic
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from math import inf
 from typing import NamedTuple
 
+from tailrace.common.caches import LruCache
 from tailrace.common.timestamps import parse_rfc3339_ns
-from tailrace.edge.upstream_pool import UpstreamResponse
+from tailrace.http.client import UpstreamResponse
 from tailrace.protocol import offsets
 
 # Streams with a shorter TTL are not cached: there would be no time to renew them.
@@ -143,24 +143,22 @@ class StreamInfoCache:
     """LRU cache of stream metadata."""
 
     def __init__(self, on_drop: Callable[[str, str], None]) -> None:
-        self._facts: OrderedDict[str, StreamInfo] = OrderedDict()
+        self._facts: LruCache[str, StreamInfo] = LruCache(
+            entries_max=STREAMS_KEPT, on_evict=lambda name, _: on_drop(name, "forgotten")
+        )
         self._on_drop = on_drop  # with the name and the reason
         self._tide = WriteCounter()
 
     def get(self, name: str) -> StreamInfo:
         facts = self._facts.get(name)
         if facts is None:
-            facts = self._facts[name] = StreamInfo(self._tide)
-            if len(self._facts) > STREAMS_KEPT:
-                oldest, _ = self._facts.popitem(last=False)
-                self._on_drop(oldest, "forgotten")
-        else:
-            self._facts.move_to_end(name)
+            facts = StreamInfo(self._tide)
+            self._facts.put(name, facts)
         return facts
 
     def contains(self, name: str) -> bool:
         """Whether a stream is known to exist."""
-        facts = self._facts.get(name)
+        facts = self._facts.peek(name)
         return facts is not None and facts.epoch >= 0
 
     def asking(self, name: str, now: float) -> InfoRequest:

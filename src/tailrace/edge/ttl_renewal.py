@@ -11,7 +11,7 @@ from tailrace.edge.channels import ChannelTable
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.requests import build_request, build_stream_target
 from tailrace.edge.stream_info import StreamInfo, StreamInfoCache, renewal_due_at
-from tailrace.edge.upstream_pool import UpstreamLostError
+from tailrace.http.client import UpstreamLostError
 
 logger = logging.getLogger("tailrace.edge")
 

@@ -14,8 +14,8 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import CLIENT, OPEN, Protocol
 
 from tailrace.edge.requests import build_request, build_stream_target
-from tailrace.edge.upstream_pool import UpstreamConnection, UpstreamLostError, UpstreamResponse
 from tailrace.edge.upstreams import Upstream
+from tailrace.http.client import UpstreamConnection, UpstreamLostError, UpstreamResponse
 from tailrace.http.exchange import chunk
 from tailrace.protocol import sse
 from tailrace.protocol.websocket_frames import encode_text

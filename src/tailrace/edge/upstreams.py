@@ -22,7 +22,8 @@ from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.edge.requests import build_request
-from tailrace.edge.upstream_pool import ConnectionPool, UpstreamAddress, UpstreamLostError
+from tailrace.edge.upstream_pool import UpstreamAddress, UpstreamPool
+from tailrace.http.client import UpstreamLostError
 
 DIFFERENT_SERVERS = "upstreams are different servers: upstream mode any needs one server"
 SAME_SERVER = "two upstreams are the same server: upstream mode sharded needs different servers"
@@ -152,9 +153,9 @@ class Upstream:
         self.origin = origin
         self.id = origin.id
         bounds = (limits.edge_upstream_connections, limits.edge_upstream_queue, limits.edge_answer_ms / 1000)
-        self.pool = ConnectionPool(origin, *bounds)
+        self.pool = UpstreamPool(origin, *bounds)
         # For streaming uploads, so that slow clients do not block other requests.
-        self.uploads = ConnectionPool(origin, *bounds)
+        self.uploads = UpstreamPool(origin, *bounds)
         self.healthy = True  # until a check or request fails
         self.deployment = ""
         self.wrong: str = ""  # why it is not used, healthy or not
@@ -175,7 +176,7 @@ class Upstream:
         self._lost_at: deque[float] = deque(maxlen=FAILED_CONNECTS_MAX)
 
     @property
-    def pools(self) -> tuple[ConnectionPool, ConnectionPool]:
+    def pools(self) -> tuple[UpstreamPool, UpstreamPool]:
         return self.pool, self.uploads
 
     @property

@@ -8,24 +8,21 @@ pauses the other side: nothing is buffered beyond the transports.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Protocol, cast
-
-from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
-from tailrace.http.exchange import (
-    CONNECTION_CLOSE,
-    MODE_CLOSE,
-    MODE_HEAD,
-    MODE_HTTP_1_0,
-    Exchange,
-    ResponseStream,
+from tailrace.http.client import (
+    ConnectionPool,
+    ResponseReceiver,
+    SocketAddress,
+    UpstreamConnection,
+    UpstreamLostError,
+    UpstreamResponse,
 )
+from tailrace.http.exchange import MODE_CLOSE, MODE_HEAD, MODE_HTTP_1_0, Exchange, ResponseStream
 from tailrace.http.server import WRITE_HIGH_WATER_BYTES
 
 if TYPE_CHECKING:
@@ -79,19 +76,18 @@ class TunnelEnd(asyncio.Protocol):
         """The process that serves the connection closes it."""
 
 
-def open_tunnel(connection: HttpConnection, far: asyncio.Transport) -> None:
-    """Connect the client and the other process directly."""
-    server = connection.server
-    near_end, far_end = TunnelEnd(connection.transport, server), TunnelEnd(far)
-    near_end.other, far_end.other = far_end, near_end
-    far.set_protocol(far_end)
-    held = connection.detach(near_end)
-    server.add(near_end)
+def open_tunnel(near: TunnelEnd, connection: HttpConnection, upstream: UpstreamConnection) -> None:
+    """Connect a client and an upstream that switched protocols directly; `near` is the client's end."""
+    far = TunnelEnd(upstream.transport)
+    near.other, far.other = far, near
+    early = upstream.take_over(far)
+    held = connection.detach(near)
+    connection.server.add(near)
+    if early:
+        far.data_received(early)
     if held:
-        server.loop.call_soon(near_end.data_received, held)
+        near.data_received(held)
 
-
-logger = logging.getLogger("tailrace.http")
 
 # Idle connections to one process that are reused.
 IDLE_CONNECTIONS_MAX = 256
@@ -152,29 +148,17 @@ def peer_unavailable_error() -> TailraceError:
     return TailraceError("unavailable", "the worker that owns this stream is unavailable, retry later")
 
 
-class ResponseReceiver(Protocol):
-    """Receives one response."""
-
-    def on_begin(self, upstream: PeerConnection) -> None: ...
-    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None: ...
-    def on_body(self, piece: bytes) -> None: ...
-    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None: ...
-    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None: ...
-    def on_lost(self) -> None: ...
-
-
-class PeerClient:
-    """Client of another process by its unix socket, with a pool of idle connections."""
+class PeerClient(ConnectionPool):
+    """Client of another process by its unix socket. Bounds the bodies of requests, not their number."""
 
     def __init__(
         self, path: str, loop: asyncio.AbstractEventLoop, request_ms: int, body_bytes_max: int
     ) -> None:
+        super().__init__(SocketAddress(path=path), loop, UpstreamConnection, idle_max=IDLE_CONNECTIONS_MAX)
         self.path = path
-        self._loop = loop
         self._wait_s = request_ms / 1000 + GRACE_S
         self._body_bytes_max = body_bytes_max
         self.body_bytes = 0  # of requests without a response yet
-        self._idle: deque[PeerConnection] = deque()
         self._tasks = TaskSet()
         self.relayed = 0
         self.lost = 0
@@ -196,43 +180,42 @@ class PeerClient:
         self, method: str, target: str, body: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> tuple[int, bytes]:
         """Status and body of a request of this process. Raises `unavailable` if there is no response."""
-        receiver = BufferedResponse(self._loop)
-        self.send(build_request(method, target, body, headers), receiver)
+        response = UpstreamResponse()
+        self.send(build_request(method, target, body, headers), response)
         try:
             async with asyncio.timeout(self._wait_s):
-                return await receiver.response
-        except TimeoutError:
+                await response.head()
+                found = await response.body(RESPONSE_BYTES_MAX)
+        except (UpstreamLostError, TimeoutError):
             raise peer_unavailable_error() from None
         finally:
-            receiver.abort()
+            response.abandon()
+        if found is None:
+            raise peer_unavailable_error()
+        return response.status, found
 
-    def send(self, request: bytes, sink: ResponseReceiver, *, is_head: bool = False) -> None:
-        while self._idle:
-            upstream = self._idle.pop()
-            if not upstream.transport.is_closing():
-                upstream.begin(request, sink, is_head)
-                return
-        self._tasks.start(self._connect(request, sink, is_head))
-
-    async def _connect(self, request: bytes, sink: ResponseReceiver, is_head: bool) -> None:
-        try:
-            _, upstream = await self._loop.create_unix_connection(lambda: PeerConnection(self), self.path)
-        except OSError:
-            self.lost += 1
-            sink.on_lost()
+    def send(self, request: bytes, receiver: ResponseReceiver, *, is_head: bool = False) -> None:
+        connection = self.pop_idle()
+        if connection is not None:
+            connection.send(request, receiver, is_head=is_head)
             return
-        upstream.begin(request, sink, is_head)
+        self._tasks.start(self._connect(request, receiver, is_head))
 
-    def release(self, upstream: PeerConnection) -> None:
-        if len(self._idle) < IDLE_CONNECTIONS_MAX:
-            self._idle.append(upstream)
-        else:
-            upstream.transport.close()
+    async def _connect(self, request: bytes, receiver: ResponseReceiver, is_head: bool) -> None:
+        try:
+            connection = await self.connect()
+        except UpstreamLostError as error:
+            self.lost += 1
+            receiver.on_lost(str(error))
+            return
+        connection.send(request, receiver, is_head=is_head)
+
+    def on_lost(self, connection: UpstreamConnection, *, pending: bool) -> None:
+        self.lost += pending
+        super().on_lost(connection, pending=pending)
 
     def close(self) -> None:
-        for upstream in self._idle:
-            upstream.transport.abort()
-        self._idle.clear()
+        super().close()
         self._tasks.cancel()
 
 
@@ -240,102 +223,6 @@ def build_request(method: str, target: str, body: bytes, headers: tuple[tuple[by
     lines = b"".join(b"%b: %b\r\n" % header for header in headers)
     head = f"{method} {target} HTTP/1.1\r\nhost: worker\r\ncontent-length: {len(body)}\r\n".encode()
     return b"".join((head, lines, b"\r\n", body))
-
-
-class PeerConnection(asyncio.Protocol):
-    """One connection to another process, for one request at a time."""
-
-    __slots__ = ("_head", "_is_head", "_keep_alive", "_parser", "_peer", "_sink", "done", "transport")
-
-    transport: asyncio.Transport
-
-    def __init__(self, peer: PeerClient) -> None:
-        self._peer = peer
-        self._parser = HttpResponseParser(self)
-        self._sink: ResponseReceiver | None = None
-        self._is_head = False
-        self._head = b""
-        self._keep_alive = False
-        self.done = False  # the response is complete
-
-    def begin(self, request: bytes, sink: ResponseReceiver, is_head: bool) -> None:
-        self._sink, self._is_head, self.done = sink, is_head, False
-        sink.on_begin(self)
-        if is_head:
-            # The parser would wait for the body that the head announces.
-            self._parser = HttpResponseParser(self)
-            self._head = b""
-        try:
-            self.transport.write(request)
-        except (RuntimeError, OSError):
-            self.abort()  # it has just ended; `connection_lost` follows and reports it
-
-    def abort(self) -> None:
-        self.transport.abort()
-
-    @property
-    def status(self) -> int:
-        return self._parser.get_status_code()
-
-    # --- asyncio callbacks
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        sink = self._sink
-        if sink is None:
-            self.abort()  # no request is pending
-            return
-        if self._is_head:
-            self._head += data
-        try:
-            self._parser.feed_data(data)
-        except HttpParserUpgrade as upgrade:
-            offset = cast("int", upgrade.args[0])
-            self._sink = None
-            sink.on_upgrade(self, data[:offset], data[offset:])
-            return
-        except HttpParserError:
-            logger.exception("invalid HTTP response from worker")
-            self.abort()
-            return
-        sink.on_bytes(self, data)
-        if self.done and self._sink is sink:
-            self._sink = None
-            keep_alive = self._keep_alive
-            if self._is_head:
-                self._parser = HttpResponseParser(self)
-            if keep_alive and not self.transport.is_closing():
-                self._peer.release(self)
-            else:
-                self.transport.close()
-            sink.on_end(self, keep_alive=keep_alive)
-
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        sink, self._sink = self._sink, None
-        if sink is not None:
-            self._peer.lost += 1
-            sink.on_lost()
-
-    # --- parser callbacks
-
-    def on_headers_complete(self) -> None:
-        self._keep_alive = self._parser.should_keep_alive()
-        if self._is_head:
-            self.done = True
-            # Without a length the parser expects a body until the connection ends, but HEAD has none.
-            self._keep_alive = CONNECTION_CLOSE not in self._head
-
-    def on_body(self, piece: bytes) -> None:
-        if self._sink is not None:
-            self._sink.on_body(piece)
-
-    def on_message_complete(self) -> None:
-        self.done = True
 
 
 class RelayedRequest:
@@ -348,7 +235,7 @@ class RelayedRequest:
         self._peer = peer
         self._held_bytes = 0
         self._stream: ResponseStream | None = None
-        self._upstream: PeerConnection | None = None
+        self._upstream: UpstreamConnection | None = None
         if may_wait or b"live=" in exchange.query:
             # It may wait for long after the client has gone. Other requests finish soon, even if half-closed.
             exchange.on_gone = self._on_gone
@@ -362,12 +249,12 @@ class RelayedRequest:
         self._peer.body_bytes -= self._held_bytes
         self._held_bytes = 0
 
-    def on_begin(self, upstream: PeerConnection) -> None:
+    def on_begin(self, upstream: UpstreamConnection) -> None:
         self._upstream = upstream
         if self._exchange.answered:
             upstream.abort()
 
-    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
+    def on_bytes(self, upstream: UpstreamConnection, data: bytes) -> None:
         stream = self._stream
         if stream is None:
             self._release()
@@ -380,12 +267,12 @@ class RelayedRequest:
         stream.write(data)
         if stream.unsent_bytes > _high_water_bytes(self._exchange) and not upstream.done:
             # Never pause a finished connection: the response to its next request would not be read.
-            upstream.transport.pause_reading()
+            upstream.pause()
 
     def on_body(self, piece: bytes) -> None:
-        """The bytes were already written by `on_bytes`."""
+        """Its bytes are written by `on_bytes`."""
 
-    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None:
+    def on_upgrade(self, upstream: UpstreamConnection, head: bytes) -> None:
         exchange = self._exchange
         self._release()
         if exchange.answered:
@@ -393,16 +280,17 @@ class RelayedRequest:
             return
         exchange.answered = True
         exchange.on_gone = None
-        exchange.connection.write(head + rest)
-        open_tunnel(exchange.connection, upstream.transport)
+        connection = exchange.connection
+        connection.write(head)
+        open_tunnel(TunnelEnd(connection.transport, connection.server), connection, upstream)
 
-    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
+    def on_end(self, upstream: UpstreamConnection, *, keep_alive: bool) -> None:
         if not keep_alive:
             self._exchange.mode |= MODE_CLOSE
         if self._stream is not None:
             self._stream.end()
 
-    def on_lost(self) -> None:
+    def on_lost(self, reason: str) -> None:
         self._release()
         exchange, stream = self._exchange, self._stream
         if stream is None:
@@ -439,53 +327,8 @@ class RelayedRequest:
             self._upstream.abort()
 
     def _on_drain(self) -> None:
-        upstream = self._upstream
-        if upstream is not None and not upstream.transport.is_closing():
-            upstream.transport.resume_reading()
-
-
-class BufferedResponse:
-    """Collects a whole response."""
-
-    __slots__ = ("_bytes", "_pieces", "_upstream", "response")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pieces: list[bytes] = []
-        self._bytes = 0
-        self._upstream: PeerConnection | None = None
-        self.response: asyncio.Future[tuple[int, bytes]] = loop.create_future()
-
-    def abort(self) -> None:
-        """Abort the connection if the response is not complete: it cannot be reused."""
         if self._upstream is not None:
-            self._upstream.abort()
-
-    def on_begin(self, upstream: PeerConnection) -> None:
-        self._upstream = upstream
-        if self.response.done():
-            upstream.abort()
-
-    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
-        if self.response.done() or self._bytes > RESPONSE_BYTES_MAX:
-            upstream.abort()
-
-    def on_body(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._bytes += len(piece)
-
-    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None:
-        upstream.abort()
-        self.on_lost()
-
-    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
-        self._upstream = None  # it may serve another request by now
-        if not self.response.done():
-            self.response.set_result((upstream.status, b"".join(self._pieces)))
-
-    def on_lost(self) -> None:
-        self._upstream = None
-        if not self.response.done():
-            self.response.set_exception(peer_unavailable_error())
+            self._upstream.resume()
 
 
 class LineStreamReceiver:
@@ -497,12 +340,12 @@ class LineStreamReceiver:
         self._on_line = on_line
         self._on_lost = on_lost
         self._rest = b""
-        self.upstream: PeerConnection | None = None
+        self.upstream: UpstreamConnection | None = None
 
-    def on_begin(self, upstream: PeerConnection) -> None:
+    def on_begin(self, upstream: UpstreamConnection) -> None:
         self.upstream = upstream
 
-    def on_bytes(self, upstream: PeerConnection, data: bytes) -> None:
+    def on_bytes(self, upstream: UpstreamConnection, data: bytes) -> None:
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             self._on_line(line)
@@ -510,15 +353,14 @@ class LineStreamReceiver:
     def on_body(self, piece: bytes) -> None:
         self._rest += piece
 
-    def on_upgrade(self, upstream: PeerConnection, head: bytes, rest: bytes) -> None:
+    def on_upgrade(self, upstream: UpstreamConnection, head: bytes) -> None:
         upstream.abort()
-        self._on_lost()
 
-    def on_end(self, upstream: PeerConnection, *, keep_alive: bool) -> None:
+    def on_end(self, upstream: UpstreamConnection, *, keep_alive: bool) -> None:
         self.upstream = None  # it may serve another request by now
         self._on_lost()
 
-    def on_lost(self) -> None:
+    def on_lost(self, reason: str) -> None:
         self._on_lost()
 
 

@@ -72,8 +72,8 @@ def topic_stream(topic: str) -> str:
 
 
 def is_own_path(owner: str, path: str) -> bool:
-    """Whether a path is the owner's own, or below it."""
-    return path == owner or path.startswith(f"{owner}/")
+    """Whether a path is the owner's own, or below it: `@(a/b)` owns itself and `@(a/b/...)`."""
+    return bool(owner) and (path == owner or path.startswith(f"{owner}/"))
 
 
 class AddressPattern:

@@ -234,9 +234,7 @@ class ActiveBroadcast:
         if self._hub.options.on_broadcast is not None:
             self._hub.options.on_broadcast((now_ms - self._copy.timestamp) / 1000)
         frame = self._hub.send_reply(self.session, self._request, "hub:broadcast_ack", payload, now_ms)
-        for waiter in self._seen[0].answer(self._seen[1], frame):
-            if waiter is not self.session and isinstance(waiter, Session):
-                self._hub.send_control(waiter, frame)
+        self._hub.answer_repeats(self._seen, frame, self.session)
 
     def _deliver(self, batch: list[Registration], now_ms: int) -> None:
         hub, session, stored = self._hub, self.session, self._stored

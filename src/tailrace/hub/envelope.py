@@ -201,7 +201,6 @@ __all__ = [
     "Envelope",
     "SharedEnvelope",
     "encode_envelope",
-    "encode_metadata",
     "encode_shared",
     "new_id",
     "parse_envelope",
@@ -444,8 +443,3 @@ def encode_envelope(
             b"null" if ttl is None else b"%d" % ttl,
         )
     )
-
-
-def encode_metadata(given: dict[str, Raw], **own: object) -> bytes:
-    """Metadata from a message's members and the hub's own."""
-    return _quoted({**given, **own})

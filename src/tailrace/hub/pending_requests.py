@@ -329,14 +329,10 @@ class PendingRequests:
 
     def _send_to_waiters(self, pending: PendingRequest, frame: bytes, *, final: bool) -> None:
         """Sends to the requester, and to sessions that repeated the request."""
-        waiters: tuple[object, ...] = ()
-        if pending.seen is not None:
-            waiters = pending.seen[0].answer(pending.seen[1], frame, final=final)
         if pending.requester is not None:
             self._hub.send_control(pending.requester, frame)
-        for waiter in waiters:
-            if waiter is not pending.requester and isinstance(waiter, Session):
-                self._hub.send_control(waiter, frame)
+        if pending.seen is not None:
+            self._hub.answer_repeats(pending.seen, frame, pending.requester, final=final)
 
     # -- replies ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tailrace.auth import Identity
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.token_bucket import Rate, TokenBuckets
-from tailrace.hub.addresses import AddressPattern, TopicFilter
+from tailrace.hub.addresses import AddressPattern, TopicFilter, is_own_path
 from tailrace.hub.errors import HubError
 
 ABILITIES: Final = frozenset(
@@ -195,11 +195,6 @@ def principal_from_identity(identity: Identity, path: str) -> Principal:
     named = None if claims.capabilities is None else frozenset(claims.capabilities) & ABILITIES
     addresses = None if claims.addresses is None else tuple(claims.addresses)
     return Principal(path, admin="manage" in identity.scopes, named=named, addresses=addresses)
-
-
-def is_own_path(own: str, path: str) -> bool:
-    """`@(a/b)` owns itself and `@(a/b/...)`."""
-    return bool(own) and (path == own or path.startswith(own + "/"))
 
 
 def load_policy(path: str, *, topics_open: bool) -> Policy:

@@ -17,7 +17,7 @@ from tailrace.hub import requests
 from tailrace.hub.addresses import AddressPattern
 from tailrace.hub.broadcast import BroadcastBatching
 from tailrace.hub.dead_letters import DeadLetters, EntryDeadLetters
-from tailrace.hub.deduplication import SeenMemory, SeenMessages
+from tailrace.hub.deduplication import SeenMemory, SeenMessage, SeenMessages
 from tailrace.hub.effects import Append, AppendOutcome, Close, Effect, Send
 from tailrace.hub.envelope import HUB_ADDRESS, new_id
 from tailrace.hub.errors import DeniedError, HubError, encode_error
@@ -150,6 +150,19 @@ class Hub:
         return encode_hub_message(
             self.sender, to, kind, payload, now_ms, new_id(now_ms), correlation_id, metadata
         )
+
+    def answer_repeats(
+        self,
+        seen: tuple[SeenMessages, SeenMessage],
+        frame: bytes,
+        session: Session | None,
+        *,
+        final: bool = True,
+    ) -> None:
+        """Stores an answer for repeats of its message, and sends it to other sessions that wait for it."""
+        for waiter in seen[0].answer(seen[1], frame, final=final):
+            if waiter is not session and isinstance(waiter, Session):
+                self.send_control(waiter, frame)
 
     def send_control(self, session: Session, frame: bytes) -> None:
         """Replies, errors and notices are never dropped; a client that reads none of them is disconnected."""

@@ -676,6 +676,4 @@ def _send_published(
         "offset": offset,
     }
     frame = hub.send_reply(session, request, "hub:published", payload, now_ms)
-    for waiter in seen[0].answer(seen[1], frame):
-        if waiter is not session and isinstance(waiter, Session):
-            hub.send_control(waiter, frame)
+    hub.answer_repeats(seen, frame, session)

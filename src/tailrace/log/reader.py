@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.log.decide import offset_gone
 from tailrace.log.history import (
@@ -115,7 +116,10 @@ class PageBudget:
 
 
 class BlockCache:
-    """LRU cache of blocks read from the hot store and segments, bounded in bytes."""
+    """LRU cache of blocks read from the hot store and segments, bounded in bytes.
+
+    Not an `LruCache`: blocks are found by the entries they have, and every read of older entries passes here.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -501,9 +505,13 @@ class PointReader:
 
     def __init__(self, reader: Reader, bytes_max: int = POINT_CACHE_BYTES_MAX) -> None:
         self._reader = reader
-        self._bytes_max = bytes_max
-        self._cached: OrderedDict[tuple[int, int], bytes] = OrderedDict()  # by owner's number and entry
-        self.bytes = 0
+        self._cached: LruCache[tuple[int, int], bytes] = LruCache(  # by owner's number and entry
+            size_max=bytes_max, size_of=lambda _, payload: len(payload) + _OVERHEAD_BYTES
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self._cached.size
 
     async def payloads(self, stream: Stream, entries: Sequence[int]) -> dict[int, bytes]:
         """The payload of each entry; fetches those that are not in memory."""
@@ -513,7 +521,7 @@ class PointReader:
             page = self._reader.try_read(stream, entry - 1, 1, 1, apart=True)
             if not isinstance(page, MissingBlock):
                 found[entry] = bytes(page.parts[0])
-            elif (cached := self._find(page)) is not None:
+            elif (cached := self._cached.get((page.number, page.entry))) is not None:
                 found[entry] = cached
             else:
                 missing.append(page)
@@ -526,27 +534,9 @@ class PointReader:
                 raise
             for one, payload in zip(missing, fetched, strict=True):
                 found[one.entry] = payload
-                self._cache(one, payload)
+                self._cached.put((one.number, one.entry), payload)
         return found
 
-    def _find(self, missing: MissingBlock) -> bytes | None:
-        key = (missing.number, missing.entry)
-        cached = self._cached.get(key)
-        if cached is not None:
-            self._cached.move_to_end(key)
-        return cached
-
-    def _cache(self, missing: MissingBlock, payload: bytes) -> None:
-        key = (missing.number, missing.entry)
-        if key in self._cached:
-            return  # another request has read it meanwhile
-        self._cached[key] = payload
-        self.bytes += len(payload) + _OVERHEAD_BYTES
-        while self.bytes > self._bytes_max:
-            _, old = self._cached.popitem(last=False)
-            self.bytes -= len(old) + _OVERHEAD_BYTES
-
-    def shed(self) -> None:
+    def evict_all(self) -> None:
         """Evicts everything, when memory is short."""
         self._cached.clear()
-        self.bytes = 0

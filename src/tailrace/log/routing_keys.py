@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.log.history import StoredSegment
 from tailrace.log.log import Log
@@ -110,40 +110,15 @@ class SmallestKeys:
         return sorted(self._keys)[: self.wanted]
 
 
-class KeyCache:
-    """LRU cache of the sorted keys of segments, bounded in bytes."""
-
-    def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
-        self._bytes_max = bytes_max
-        self._cached: OrderedDict[str, tuple[list[bytes], int]] = OrderedDict()
-        self.bytes = 0
-
-    def find(self, key: str) -> list[bytes] | None:
-        found = self._cached.get(key)
-        if found is None:
-            return None
-        self._cached.move_to_end(key)
-        return found[0]
-
-    def put(self, key: str, keys: list[bytes], size: int) -> None:
-        if key not in self._cached:
-            self._cached[key] = (keys, size)
-            self.bytes += size
-        while self.bytes > self._bytes_max:
-            _, (_, old) = self._cached.popitem(last=False)
-            self.bytes -= old
-
-    def clear(self) -> None:
-        self._cached.clear()
-        self.bytes = 0
-
-
 class KeyListing:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._gate = asyncio.Semaphore(SCANS_AT_ONCE)
         self._waiting = 0
-        self.cache = KeyCache()
+        # The sorted keys of segments, and their size.
+        self.cache: LruCache[str, tuple[list[bytes], int]] = LruCache(
+            size_max=CACHE_BYTES_MAX, size_of=lambda _, cached: cached[1]
+        )
         self.lexicons: LexiconReader | None = None
 
     async def page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
@@ -232,8 +207,9 @@ class KeyListing:
         """Adds the keys of entries after `low` up to `high`; False if the time is used up."""
         prefix, info, _ = segment
         whole = low < info.first and info.last <= high
-        known = self.cache.find(prefix + info.key) if whole else None
-        if known is not None:
+        cached = self.cache.get(prefix + info.key) if whole else None
+        if cached is not None:
+            known, _ = cached
             begin = 0 if smallest.after is None else bisect_right(known, smallest.after)
             smallest.add(known[begin : begin + smallest.wanted])
             return True
@@ -253,7 +229,7 @@ class KeyListing:
             if time.monotonic() > until_s:
                 return False
         if to_cache is not None:
-            self.cache.put(prefix + info.key, sorted(to_cache), size + KEY_OVERHEAD_BYTES)
+            self.cache.put(prefix + info.key, (sorted(to_cache), size + KEY_OVERHEAD_BYTES))
         return True
 
 

@@ -10,7 +10,6 @@ replaces. A server that is killed in between finds the intent at its next start 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -18,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.log.model import Stream
 from tailrace.log.records import Compacted, Op, Published, Sealed, Trim
 from tailrace.log.stored_streams import StoredStreams
@@ -126,8 +126,9 @@ class IndexFileCatalogue:
         self._store = store
         self._loop = loop
         self._threads: ThreadPoolExecutor | None = None
-        self._cached: OrderedDict[int, IndexFileSet] = OrderedDict()
-        self._count = 0
+        self._cached: LruCache[int, IndexFileSet] = LruCache(
+            size_max=CACHED_INDEX_FILES_MAX, size_of=lambda _, found: len(found.companions), keep_newest=True
+        )
         self._loading: dict[int, object] = {}  # removed by a change, so that a stale result is not cached
 
     def changed(self, op: Op, stream: Stream) -> None:
@@ -137,9 +138,7 @@ class IndexFileCatalogue:
 
     def forget(self, number: int) -> None:
         self._loading.pop(number, None)
-        dropped = self._cached.pop(number, None)
-        if dropped is not None:
-            self._count -= len(dropped.companions)
+        self._cached.pop(number)
 
     def cached(self, stream: Stream) -> IndexFileSet | None:
         """The index files if they are in memory or the stream has no plans, else None."""
@@ -149,7 +148,6 @@ class IndexFileCatalogue:
         found = self._cached.get(stream.number)
         if found is None:
             return None
-        self._cached.move_to_end(stream.number)
         return found if found.plans is plans else msgspec.structs.replace(found, plans=plans)
 
     async def load(self, stream: Stream) -> IndexFileSet:
@@ -167,15 +165,9 @@ class IndexFileCatalogue:
         )
         found = msgspec.structs.replace(found, plans=plans)
         if self._loading.get(stream.number) is loading:
-            self._cache(stream.number, found)
+            del self._loading[stream.number]
+            self._cached.put(stream.number, found)
         return found
-
-    def _cache(self, number: int, found: IndexFileSet) -> None:
-        self.forget(number)
-        self._cached[number] = found
-        self._count += len(found.companions)
-        while self._count > CACHED_INDEX_FILES_MAX and len(self._cached) > 1:
-            self.forget(next(iter(self._cached)))
 
     def close(self) -> None:
         if self._threads is not None:
@@ -188,7 +180,7 @@ def read_index_files(
     """Runs on a thread. Skips operations of journal files that the hot store has by now."""
     with store.snapshot():
         seq = store.db.journal_seq
-        found = {one.object: one for one in store.db.companions.of(number)}
+        found = {one.object: one for one in store.db.companions.files_of(number)}
         quarantined = {one.object: one for one in store.db.companions.quarantined(number)}
     for file, op in uncheckpointed:
         if file <= seq or not isinstance(op, Published):

@@ -182,7 +182,9 @@ class StoredStreams:
         """The stream of an image, with its documents."""
         stream = decode_stream(raw)
         if stream.documents is not None:
-            stream.documents = stream.visible_documents = self.db.documents.of(stream.number) or None
+            stream.documents = stream.visible_documents = (
+                self.db.documents.documents_of(stream.number) or None
+            )
         return stream
 
     def tombstone(self, name: str) -> Tombstone | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from tailrace.common.clock import Clock
@@ -24,18 +24,11 @@ class ProfileCache:
     """Parsed profiles by their documents."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[bytes, Profile] = OrderedDict()
+        self._parsed = lru_cache(PROFILES_CACHED_MAX)(read_profile)
 
     def get(self, documents: dict[str, bytes] | None) -> Profile:
         document = None if documents is None else documents.get(PROFILE_DOCUMENT)
-        if document is None:
-            return GENERIC
-        found = self._cached.get(document)
-        if found is None:
-            found = self._cached[document] = read_profile(document)
-            if len(self._cached) > PROFILES_CACHED_MAX:
-                self._cached.popitem(last=False)
-        return found
+        return GENERIC if document is None else self._parsed(document)
 
 
 class AppendValidator:

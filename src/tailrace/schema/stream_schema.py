@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log.decide import AppendRequest
@@ -81,13 +81,13 @@ class StreamSchema:
         touched = registry.boundaries and page.next_entry > registry.boundaries[0].offset
         return f"v{registry.version}" if touched else ""
 
-    def promotes_behind(self, entry: int) -> bool:
+    def needs_promotion_after(self, entry: int) -> bool:
         """Whether some entry behind this one has to be promoted."""
         return self._promoter.needed(entry)  # sequence numbers count from 0
 
     def promoted(self, stream: Stream, after: int, page: Page) -> Page:
         """A page with its entries promoted; it ends early if that makes it too large."""
-        if not self.promotes_behind(after):
+        if not self.needs_promotion_after(after):
             return page
         if len(page.parts) != page.count:  # the first schema was installed while the page was read
             raise TailraceError("unavailable", "schema registry changed during the read; retry")
@@ -112,18 +112,18 @@ class StreamSchemaCache:
 
     def __init__(self, key_bytes_max: int) -> None:
         self._key_bytes_max = key_bytes_max
-        self._cached: OrderedDict[bytes, StreamSchema] = OrderedDict()
-        self._bytes = 0
+        self._cached: LruCache[bytes, StreamSchema] = LruCache(
+            size_max=CACHE_BYTES, size_of=lambda document, _: len(document), keep_newest=True
+        )
 
     @property
     def bytes(self) -> int:
         """Size of the cached documents."""
-        return self._bytes
+        return self._cached.size
 
     def clear(self) -> None:
         """Drop all; registries in use are compiled again."""
         self._cached.clear()
-        self._bytes = 0
 
     def get(self, documents: dict[str, bytes] | None) -> StreamSchema | None:
         """The compiled registry of a stream; None if it has none."""
@@ -131,13 +131,9 @@ class StreamSchemaCache:
         if document is None:
             return None
         found = self._cached.get(document)  # the same bytes object until it changes: its hash is cached
-        if found is not None:
-            self._cached.move_to_end(document)
-            return found
-        found = self._cached[document] = StreamSchema(document, self._key_bytes_max)
-        self._bytes += len(document)
-        while self._bytes > CACHE_BYTES and len(self._cached) > 1:
-            self._bytes -= len(self._cached.popitem(last=False)[0])
+        if found is None:
+            found = StreamSchema(document, self._key_bytes_max)
+            self._cached.put(document, found)
         return found
 
     def page_limits(self, stream: Stream, after: int, limits: Limits) -> tuple[int, int, bool]:
@@ -146,7 +142,7 @@ class StreamSchemaCache:
         whole = limits.read_page_bytes, limits.read_page_entries
         if contract is None or not contract.registry.version:
             return *whole, False
-        if not contract.promotes_behind(after):
+        if not contract.needs_promotion_after(after):
             return *whole, True  # a new version may be installed while the page is read
         return min(PROMOTED_PAGE_BYTES, whole[0]), min(PROMOTED_PAGE_ENTRIES, whole[1]), True
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import xxhash
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.log.history import MissingBlock
 from tailrace.log.model import Stream
@@ -107,7 +107,7 @@ class FilterScan:
         self.count = 0
 
     @property
-    def mark(self) -> str:
+    def etag_part(self) -> str:
         return self._filter.mark
 
     @property
@@ -256,8 +256,9 @@ class FilteredReads:
         self._registry_of = registry_of
         self._threads = ThreadPoolExecutor(FILTER_THREADS, "filter")
         self._slots = asyncio.Semaphore(CONCURRENT_SCANS_MAX)
-        self._cached: OrderedDict[tuple[int, str], RecordFilter] = OrderedDict()
-        self._cached_bytes = 0
+        self._cached: LruCache[tuple[int, str], RecordFilter] = LruCache(
+            size_max=FILTER_CACHE_BYTES, size_of=lambda key, _: len(key[1]) + FILTER_BASE_BYTES
+        )
         self.catalogue: IndexCatalogue | None = None  # None without an object store
 
     def close(self) -> None:
@@ -276,18 +277,10 @@ class FilteredReads:
         registry = self._registry_of(stream)
         key = (stream.number, text)
         found = self._cached.get(key)
-        if found is not None and found.registry is registry:
-            self._cached.move_to_end(key)
-            return found
-        if found is not None:
-            del self._cached[key]
-            self._cached_bytes -= len(text) + FILTER_BASE_BYTES
-        made = self._cached[key] = RecordFilter(text, registry)
-        self._cached_bytes += len(text) + FILTER_BASE_BYTES
-        while self._cached_bytes > FILTER_CACHE_BYTES:
-            (_, oldest), _ = self._cached.popitem(last=False)
-            self._cached_bytes -= len(oldest) + FILTER_BASE_BYTES
-        return made
+        if found is None or found.registry is not registry:
+            found = RecordFilter(text, registry)
+            self._cached.put(key, found)
+        return found
 
     def begin(self, stream: Stream, text: str, start: int, scanned_bytes: int) -> FilterScan:
         """Start a filtered read. `scanned_bytes` of its limit have been used already."""

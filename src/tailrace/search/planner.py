@@ -7,10 +7,10 @@ statistics of a range can be reused by the next search.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tailrace.common.caches import LruCache
 from tailrace.search.index_files.spans import IndexSpan, is_outside_times
 from tailrace.search.language import BoundQuery
 from tailrace.search.ranking import Scorer, SortKey, Statistics, sort_rank_part, to_sort_value
@@ -166,17 +166,15 @@ class RangeStatisticsCache:
     """LRU cache by stream and range. Entries never change; a change of the registry invalidates."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[int, int], tuple[RecordView, RangeStatistics]] = OrderedDict()
+        self._cached: LruCache[tuple[int, int], tuple[RecordView, RangeStatistics]] = LruCache(
+            entries_max=RANGES_CACHED_MAX
+        )
 
     def find(self, number: int, scan_range: ScanRange, view: RecordView) -> RangeStatistics | None:
         cached = self._cached.get((number, scan_range.first))
         if cached is None or not cached[0].same_values(view):
             return None
-        self._cached.move_to_end((number, scan_range.first))
         return cached[1]
 
     def put(self, number: int, scan_range: ScanRange, view: RecordView, statistics: RangeStatistics) -> None:
-        self._cached[number, scan_range.first] = (view, statistics)
-        self._cached.move_to_end((number, scan_range.first))
-        while len(self._cached) > RANGES_CACHED_MAX:
-            self._cached.popitem(last=False)
+        self._cached.put((number, scan_range.first), (view, statistics))

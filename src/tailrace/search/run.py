@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, TypeGuard, TypeVar, TypeVarTuple, Unpack
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.log.history import NotLocalError
 from tailrace.log.model import Stream
@@ -112,14 +112,15 @@ class Searcher:
         self.range_statistics = RangeStatisticsCache()
         self.scan_rows = SCAN_ROWS
         self.scanning_enabled = True  # if not, rows without an index are omitted
-        self._segments: OrderedDict[int, tuple[object, Sequence[SegmentInfo]]] = OrderedDict()
+        self._segments: LruCache[int, tuple[object, Sequence[SegmentInfo]]] = LruCache(
+            entries_max=STREAMS_CACHED_MAX
+        )
 
     async def segments(self, stream: Stream) -> Sequence[SegmentInfo]:
         """The segments of a stream, cached until they change."""
         version = (stream.sealed, stream.earliest, stream.cold)
         cached = self._segments.get(stream.number)
         if cached is not None and cached[0] == version:
-            self._segments.move_to_end(stream.number)
             return cached[1]
         found = await self.on_thread(self.segments_of, stream.number)
         # The stream's state may count a segment that the hot store does not have yet.
@@ -129,10 +130,7 @@ class Searcher:
             and version == (stream.sealed, stream.earliest, stream.cold)
             and len(found) <= SEGMENTS_CACHED_MAX
         ):
-            self._segments[stream.number] = version, found
-            self._segments.move_to_end(stream.number)
-            if len(self._segments) > STREAMS_CACHED_MAX:
-                self._segments.popitem(last=False)
+            self._segments.put(stream.number, (version, found))
         return found
 
     async def index_new_rows(self, stream: Stream, view: RecordView) -> None:

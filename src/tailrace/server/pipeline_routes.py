@@ -6,7 +6,6 @@ the bucket, and publishes them. The server checks each publication and lists its
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, Final, Literal, NotRequired, TypedDict, TypeVar
@@ -15,6 +14,7 @@ import msgspec
 import orjson
 
 from tailrace.auth import Action, Identity
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.exchange import Exchange
@@ -101,8 +101,9 @@ class PipelinePlanner:
         self._work = work
         # Hash and generation of the plan of each stream that is in the bucket. Only the last: earlier plans
         # may have been swept, and have another generation when they are needed again.
-        self._stored: OrderedDict[str, tuple[str, int]] = OrderedDict()
-        self.names: OrderedDict[str, str] = OrderedDict()  # of streams that were offered, by id
+        self._stored: LruCache[str, tuple[str, int]] = LruCache(entries_max=REMEMBERED_MAX)
+        # Of streams that were offered, by id.
+        self.names: LruCache[str, str] = LruCache(entries_max=REMEMBERED_MAX)
         self.includes_positions = False  # so that the pages of several workers can be merged in order
 
     async def plan_for(self, name: str, jobs: Sequence[str]) -> Json:
@@ -110,7 +111,7 @@ class PipelinePlanner:
         until = self._context.loop.time() + CHANGE_WAIT_S_MAX
         while True:
             stream = self._log.readable(name)
-            shown = await self._describe_stream(stream, await self._work.of(stream), jobs)
+            shown = await self._describe_stream(stream, await self._work.load(stream), jobs)
             if shown is not None:
                 return self._plan_body([shown], None)
             left_s = until - self._context.loop.time()
@@ -121,7 +122,7 @@ class PipelinePlanner:
     async def page(self, after: str, limit: int, jobs: Sequence[str]) -> Json:
         """Streams with work, in the order of their oldest unindexed segment."""
         position = _parse_page_position(after)
-        found = self._work.after(position, limit)
+        found = self._work.next_streams(position, limit)
         streams: list[Json] = []
         for work in found:
             stream = self._log.streams.get(work.number)
@@ -150,9 +151,7 @@ class PipelinePlanner:
             entry.hash != work.plan.hash or not await self._store(stream, folder, entry)
         ):
             return None
-        self.names[folder] = stream.name
-        if len(self.names) > REMEMBERED_MAX:
-            self.names.popitem(last=False)
+        self.names.put(folder, stream.name)
         generation = max(stream.cold.generation, self._log.store.db.cold.generation(stream.number))
         return {
             "stream": stream.name,
@@ -179,7 +178,6 @@ class PipelinePlanner:
 
     async def _store(self, stream: Stream, folder: str, entry: PlanRecord) -> bool:
         if self._stored.get(folder) == (entry.hash, entry.generation):
-            self._stored.move_to_end(folder)
             return True
         plan = index_plan_for(stream, decode_plans(stream.documents).keyed)
         if plan.hash != entry.hash:
@@ -192,10 +190,7 @@ class PipelinePlanner:
         report = await self._sealing.run_job("plan", [stream.number], publication=publication)
         if report.error:
             raise TailraceError("unavailable", f"cannot store the plan: {report.error}")
-        self._stored[folder] = (entry.hash, entry.generation)
-        self._stored.move_to_end(folder)
-        if len(self._stored) > REMEMBERED_MAX:
-            self._stored.popitem(last=False)
+        self._stored.put(folder, (entry.hash, entry.generation))
         return True
 
 
@@ -277,17 +272,15 @@ class IndexWaitTimer:
 
     def __init__(self, telemetry: ServerMetrics) -> None:
         self._telemetry = telemetry
-        self._sealed: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+        self._sealed: LruCache[tuple[int, int], tuple[int, int]] = LruCache(entries_max=REMEMBERED_MAX)
 
     def changed(self, op: Op, stream: Stream) -> None:
         if isinstance(op, Sealed) and has_index_files(stream.name):
             for info in op.segments:
-                self._sealed[stream.number, info.first] = (info.last, op.at_ns)
-                if len(self._sealed) > REMEMBERED_MAX:
-                    self._sealed.popitem(last=False)
+                self._sealed.put((stream.number, info.first), (info.last, op.at_ns))
         elif isinstance(op, Published):
             for first in {one.first for one in op.added if not one.level}:
-                found = self._sealed.pop((stream.number, first), None)
+                found = self._sealed.pop((stream.number, first))
                 if found is not None:
                     waited_s = max(0, op.at_ns - found[1]) / 1e9
                     self._telemetry.pipeline_seal_to_published_seconds.observe(waited_s)
@@ -368,8 +361,9 @@ class PipelineRoutes:
         return IndexSnapshot(found.summary, generation, plans.keyed, self._context.clock.now_ns())
 
     async def _load_index(self, stream: Stream) -> None:
-        found = await self.work.of(stream)
-        self.work.summaries.setdefault(stream.number, found)
+        found = await self.work.load(stream)
+        if stream.number not in self.work.summaries:
+            self.work.summaries.put(stream.number, found)
 
     def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
         """Start a local pipeline process whenever there is work."""

@@ -242,8 +242,8 @@ class Server:
         """The memory guard, with all caches that it may evict."""
         guard = MemoryGuard(self.log, SYSTEM_CLOCK, self.context.loop, limit_bytes)
         search = self.app.search
-        guard.evictors += [self._cold.shed, self.app.routing_keys.listing.cache.clear]
-        guard.evictors += [search.tail.evict_all, search.records.shed, self._index_files.files.evict_all]
+        guard.evictors += [self._cold.evict_all, self.app.routing_keys.listing.cache.clear]
+        guard.evictors += [search.tail.evict_all, search.records.evict_all, self._index_files.files.evict_all]
         guard.on_tick.append(partial(search.index_new_rows, self.app.guard.grown))
         return guard
 

@@ -259,7 +259,7 @@ class ReadRoutes:
         stream = request.stream
         bytes_max, entries_max = request.bytes_max, request.entries_max
         contract = self._live.contracts.get(stream.visible_documents)
-        if contract is not None and contract.promotes_behind(request.start):
+        if contract is not None and contract.needs_promotion_after(request.start):
             page_limits = self._live.contracts.page_limits(stream, request.start, self._limits)
             bytes_max, entries_max = min(bytes_max, page_limits[0]), min(entries_max, page_limits[1])
         page = await self._log.reader.read_labelled(stream, request.start, bytes_max, entries_max, key)
@@ -354,7 +354,7 @@ class ReadRoutes:
         page = Page(scan.parts, scan.decided, scan.count)
         if not request.mode or page.count or scan.scan_limit_reached:
             more = self.filtered.limit_lines(scan, request.scanned_bytes)
-            self._respond_page(exchange, request, page, scan.mark, more)
+            self._respond_page(exchange, request, page, scan.etag_part, more)
         elif scan.done:
             scanned_bytes = request.scanned_bytes + scan.scanned_bytes
             self._wait(exchange, request._replace(start=scan.decided, scanned_bytes=scanned_bytes))

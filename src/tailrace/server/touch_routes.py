@@ -135,7 +135,7 @@ class TouchFeed:
             page = await self._reader.read(stream, after, STEP_BYTES, STEP_ENTRIES, apart=True)
             state.budget.begin_batch(stream.visible - after)
             for entry, part in zip(page.entries(), page.parts, strict=True):
-                state.absorb(entry - 1, _load_record(part))
+                state.apply(entry - 1, _load_record(part))
             state.flush()
             await asyncio.sleep(0)
 
@@ -324,7 +324,7 @@ class TouchRoutes:
         next_ms = 60_000
         for feed in self._feeds.values():
             next_ms = min(next_ms, feed.state.config.templates.gc_interval_ms)
-            if feed.state.tidy():
+            if feed.state.expire_templates():
                 try:
                     self._save(feed)
                 except TailraceError:

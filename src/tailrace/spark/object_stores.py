@@ -6,11 +6,11 @@ rows of segments by ranged reads on executors, without the server.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from threading import Lock
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from tailrace.common.caches import LruCache
 from tailrace.storage.object_store.interface import (
     BlockingRunner,
     ObjectConflictError,
@@ -37,25 +37,24 @@ class ProcessCache(Generic[K, V]):
 
     def __init__(self, make: Callable[[K], V], entries_max: int) -> None:
         self._make = make
-        self._entries_max = entries_max
-        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._entries: LruCache[K, V] = LruCache(
+            entries_max=entries_max, on_evict=lambda _, evicted: evicted.close()
+        )
         self._lock = Lock()
 
     def get(self, key: K) -> V:
         with self._lock:
             found = self._entries.get(key)
             if found is None:
-                found = self._entries[key] = self._make(key)
-                while len(self._entries) > self._entries_max:
-                    self._entries.popitem(last=False)[1].close()
-            else:
-                self._entries.move_to_end(key)
+                found = self._make(key)
+                self._entries.put(key, found)
             return found
 
     def close(self) -> None:
         with self._lock:
-            while self._entries:
-                self._entries.popitem()[1].close()
+            for opened in self._entries.values():
+                opened.close()
+            self._entries.clear()
 
 
 OBJECT_STORES_MAX: Final = 4

@@ -366,7 +366,7 @@ class Bootstrap:
             decode_manifest(waiting.head, ManifestHead, waiting.stream_id, HEAD_KEY), waiting.etag
         )
         # Recorded before anything is served: new entries are of another epoch.
-        head = await self._manifests.take(
+        head = await self._manifests.take_over(
             waiting.stream_id, lambda current: restored_head(current, source), known=known
         )
         failpoints.reached("bootstrap.after_take")
@@ -415,7 +415,7 @@ class Bootstrap:
         for key in head.meta_keys:
             objects = DocumentObjects(MetaObjects(self._objects, self._manifests.fence))
             try:
-                documents[key] = await objects.take(head.stream_id, key, tail)
+                documents[key] = await objects.restore(head.stream_id, key, tail)
             except MetaCorruptError as error:
                 self.restored.problem(f"{head.name}: {error}")
         return documents or None

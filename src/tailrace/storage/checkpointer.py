@@ -136,7 +136,7 @@ class ObjectStoreChanges:
         self._recorded: list[Recorded] = []
         self._removed: list[tuple[Delete, Stream]] = []
 
-    def take(self, op: Op, stream: Stream | None) -> None:
+    def collect(self, op: Op, stream: Stream | None) -> None:
         if type(op) is Append:
             if op.closes or op.binds is not None:
                 self._changed[op.stream] = None
@@ -167,14 +167,14 @@ class ObjectStoreChanges:
         elif isinstance(op, Recorded):
             self._recorded.append(op)
 
-    def dig_graves(self, store: StoredStreams) -> None:
+    def collect_deleted(self, store: StoredStreams) -> None:
         """For removed streams that the sealer may have seen; called before their rows are deleted."""
         for op, stream in self._removed:
             if store.db.image_by_number(stream.number) is None:
                 continue  # created and removed within this file: the sealer never saw it
             folder = make_stream_id(stream.name, stream.incarnation)
             image = encode_deleted(stream, op.at_ns, op.reason)
-            store.db.cold.put_grave(DeletedStreamRow(stream.number, stream.name, folder, image))
+            store.db.cold.put_deleted(DeletedStreamRow(stream.number, stream.name, folder, image))
 
     @property
     def trims(self) -> bool:
@@ -193,27 +193,27 @@ class ObjectStoreChanges:
                 cold.put_segment(op.stream, row, segment.last_ns)
             if op.segments:
                 cold.drop_blocks(op.stream, op.segments[-1].last)
-            cold.head_recorded(op.stream, op.as_of_file, op.generation)
+            cold.mark_head_recorded(op.stream, op.as_of_file, op.generation)
         self._join_segments(store.db, removed)
         self._write_companions(store.db, removed)
         for recorded in self._recorded:
             for number, generation in recorded.heads:
                 if number not in removed and store.db.image_by_number(number) is not None:
-                    cold.head_recorded(number, recorded.as_of_file, generation)
+                    cold.mark_head_recorded(number, recorded.as_of_file, generation)
             for number in recorded.buried:
-                cold.delete_grave(number)
+                cold.forget_deleted(number)
             for number in recorded.trimmed:
                 store.db.trims.delete_pending(number, recorded.as_of_file)
         for number in self._changed:
             if number not in removed:
-                cold.head_changed(number, self._file)
+                cold.mark_head_stale(number, self._file)
 
     def _join_segments(self, db: HotDatabase, removed: set[int]) -> None:
         for op in self._compacted:
             if op.stream not in removed:
                 row = SegmentRow(op.segment.first, op.segment.last, _ENCODER.encode(op.segment), op.footer)
                 db.cold.join_segments(op.stream, row, op.segment.last_ns)
-                db.cold.head_recorded(op.stream, 0, op.generation)
+                db.cold.mark_head_recorded(op.stream, 0, op.generation)
 
     def _write_companions(self, db: HotDatabase, removed: set[int]) -> None:
         for op in self._published:
@@ -225,7 +225,7 @@ class ObjectStoreChanges:
                 db.companions.put(op.stream, companion)
             for found in op.quarantined:
                 db.companions.put_quarantine(op.stream, found)
-            db.cold.head_recorded(op.stream, 0, op.generation)
+            db.cold.mark_head_recorded(op.stream, 0, op.generation)
 
     def trim(self, db: HotDatabase) -> None:
         """Segments out that no stream shows any more. After the streams are written."""
@@ -270,7 +270,7 @@ def checkpoint_file(data_dir: Path, store: StoredStreams, seq: int, end: int, to
             raise ValueError(f"journal file {seq} does not follow file {done}, the last one checkpointed")
         folding = FileCheckpoint(store, seq)
         for _, payload in JournalScan(path, header, end):
-            folding.take(payload)
+            folding.apply_record(payload)
         folding.write(tombstone_ns)
     if folding.cold.trims:
         failpoints.reached("seal.after_trim")
@@ -297,7 +297,7 @@ class FileCheckpoint:
         self.cold = ObjectStoreChanges(seq)
         self._documents: dict[tuple[int, str], bytes | None] = {}
 
-    def take(self, payload: bytes) -> None:
+    def apply_record(self, payload: bytes) -> None:
         if apply_plain_append(self.streams, payload):
             return  # nothing about objects or documents
         for op in decode_record(payload):
@@ -306,7 +306,7 @@ class FileCheckpoint:
     def apply(self, op: Op) -> None:
         stream = self.streams.assign(op)
         self.streams.publish(op, stream)
-        self.cold.take(op, stream)
+        self.cold.collect(op, stream)
         if type(op) is Describe:
             self._documents[op.stream, op.key] = op.value
 
@@ -314,7 +314,7 @@ class FileCheckpoint:
         db, streams = self._store.db, self.streams
         if self.cold.trims:
             failpoints.reached("seal.before_trim")
-        self.cold.dig_graves(self._store)
+        self.cold.collect_deleted(self._store)
         write_streams(self._store, streams, self.cold)
         for (number, key), value in self._documents.items():
             if number not in streams.removed:

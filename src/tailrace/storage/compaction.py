@@ -378,14 +378,14 @@ class CompactionService:
 
     async def begin(self, stream: Stream, intent: CompactionIntent) -> int:
         """The generation of the manifest that lists the new segment. TailraceError if it is not listed."""
-        await self._note(stream.number, intent)
+        await self._record_intent(stream.number, intent)
         failpoints.reached("compact.after_intent")
         if intent.segment.first <= stream.earliest:
             # Retention was decided before the intent was known.
-            await self._note(stream.number, None)
+            await self._record_intent(stream.number, None)
             raise TailraceError("inputs_changed", "retention has removed some of the entries")
         try:
-            return await self._carry_out(stream, intent)
+            return await self._replace_in_manifest(stream, intent)
         except TailraceError:
             self._finish_later()
             raise
@@ -395,14 +395,14 @@ class CompactionService:
         raw = self._log.streams.meta.get(segment_catalogue.compaction_fact_key(stream.number))
         if raw is not None:
             try:
-                await self._carry_out(stream, segment_catalogue.decode_intent(raw))
+                await self._replace_in_manifest(stream, segment_catalogue.decode_intent(raw))
             except TailraceError as error:
                 if segment_catalogue.compaction_fact_key(stream.number) in self._log.streams.meta:
                     raise
                 fields = log_fields(stream=stream.name, error=str(error))
                 logger.info("compaction abandoned", extra=fields)
 
-    async def _carry_out(self, stream: Stream, intent: CompactionIntent) -> int:
+    async def _replace_in_manifest(self, stream: Stream, intent: CompactionIntent) -> int:
         publication = ManifestPublication(
             stream_id=make_stream_id(stream.name, stream.incarnation),
             segment=intent.segment,
@@ -414,7 +414,7 @@ class CompactionService:
         if report.error:
             raise TailraceError("unavailable", f"the manifest cannot be written: {report.error}")
         if report.refused or stream.removed:
-            await self._note(stream.number, None)
+            await self._record_intent(stream.number, None)
             raise TailraceError(
                 _REFUSAL_CODES.get(report.refused, "stream_gone"), report.detail or "it was deleted"
             )
@@ -425,7 +425,7 @@ class CompactionService:
         self.rows += intent.segment.rows
         return report.generation
 
-    async def _note(self, number: int, intent: CompactionIntent | None) -> None:
+    async def _record_intent(self, number: int, intent: CompactionIntent | None) -> None:
         """Returns when it is durable."""
         value = None if intent is None else segment_catalogue.encode_intent(intent)
         await await_commit(partial(self._log.put_meta, segment_catalogue.compaction_fact_key(number), value))
@@ -455,7 +455,7 @@ class CompactionService:
     async def _finish_one(self, number: int) -> None:
         stream = self._log.streams.get(number)
         if stream is None or stream.removed:
-            await self._note(number, None)
+            await self._record_intent(number, None)
             return
         async with self._locks.lock(make_stream_id(stream.name, stream.incarnation)):
             await self.finish(stream)

@@ -397,7 +397,7 @@ class PublicationService:
             self._under_way -= 1
 
     async def _publish(self, stream: Stream, offer: PublishRequest) -> PublishOutcome:
-        self._check_there(stream)
+        self._require_stream(stream)
         plan = durable_plans(stream).wanted
         if offer.job == "compact":
             return await self._compact(stream, offer, plan)
@@ -443,14 +443,14 @@ class PublicationService:
         """Removes unneeded index files, and quarantines that are to be tried again."""
         folder = make_stream_id(stream.name, stream.incarnation)
         async with self._locks.lock(folder):
-            self._check_there(stream)
+            self._require_stream(stream)
             known = await self._log.catalogue.load(stream)
             listed = {one.object for one in known.companions} | {one.object for one in known.quarantined}
             removed = tuple(key for key in keys if key in listed)
             if removed:
                 await self._record(stream, AcceptedPublication(removed=removed))
 
-    def _check_there(self, stream: Stream) -> None:
+    def _require_stream(self, stream: Stream) -> None:
         if stream.removed or stream.gone:
             raise TailraceError("stream_gone", "the stream was deleted")
 
@@ -476,7 +476,7 @@ class PublicationService:
             if report.refused:
                 raise TailraceError("stream_gone", "the stream was deleted")
             generation = report.generation
-        self._check_there(stream)
+        self._require_stream(stream)
         now_ns = self._log.clock.now_ns()
         added, removed = list(accepted.added), list(accepted.removed)
         op = Published(stream.number, generation, added, removed, list(accepted.quarantined), now_ns)

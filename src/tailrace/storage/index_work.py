@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, ParamSpec, Protocol, TypeVa
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.tasks import TaskSet, wait_event
@@ -220,9 +220,8 @@ class IndexWork:
         self._compact = CompactionRule(limits.compact_segments, limits.compact_small_bytes, age_ns)
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self.by_stream: dict[int, StreamIndexWork] = {}  # those with something to do
-        self.summaries: OrderedDict[int, StreamIndexWork] = (
-            OrderedDict()
-        )  # of streams that were looked at lately
+        # Of streams that were looked at lately.
+        self.summaries: LruCache[int, StreamIndexWork] = LruCache(entries_max=SUMMARIES_MAX)
         self.given_up: dict[int, int] = {}  # streams with quarantined segments, and how many
         self._dirty: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -252,9 +251,9 @@ class IndexWork:
 
     def _on_change(self, op: Op, stream: Stream) -> None:
         if isinstance(op, Sealed | Published | Compacted | Trim | Describe | Delete):
-            self.look_at(stream.number)
+            self.request_scan(stream.number)
 
-    def look_at(self, number: int) -> None:
+    def request_scan(self, number: int) -> None:
         self._dirty[number] = None
         self._wake.set()
 
@@ -278,19 +277,19 @@ class IndexWork:
                 number = next(iter(self._dirty))
                 del self._dirty[number]
                 try:
-                    await self._look(number)
+                    await self._scan(number)
                 except TailraceError as error:
                     fields = log_fields(stream_number=number, error=str(error))
                     logger.warning("cannot determine the index work of a stream, retrying", extra=fields)
-                    self._loop.call_later(INDEX_RETRY_S, self.look_at, number)
+                    self._loop.call_later(INDEX_RETRY_S, self.request_scan, number)
                 except Exception:
                     logger.exception(
                         "determining the index work of a stream failed",
                         extra=log_fields(stream_number=number),
                     )
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -311,7 +310,7 @@ class IndexWork:
     async def _on_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return await self._loop.run_in_executor(self._threads, partial(work, *args, **named))
 
-    async def _look(self, number: int) -> None:
+    async def _scan(self, number: int) -> None:
         stream = self._log.streams.get(number)
         if stream is None or stream.removed or stream.gone:
             self._set(number, None)
@@ -337,13 +336,13 @@ class IndexWork:
             find_index_work, self._log.store, stream.number, stream.earliest, uncheckpointed, plans, scope
         )
 
-    def _look_later(self, number: int, at_ns: int | None) -> None:
+    def _scan_later(self, number: int, at_ns: int | None) -> None:
         timer = self._timers.pop(number, None)
         if timer is not None:
             timer.cancel()
         if at_ns is not None and len(self._timers) < TIMERS_MAX:
             delay_s = max(0, at_ns - self._log.clock.now_ns()) / 1e9
-            self._timers[number] = self._loop.call_later(delay_s, self.look_at, number)
+            self._timers[number] = self._loop.call_later(delay_s, self.request_scan, number)
 
     async def _plan(self, stream: Stream) -> PlanRecord | None:
         """The current plan. A new one is journaled first."""
@@ -357,12 +356,10 @@ class IndexWork:
         return entry
 
     def _set(self, number: int, work: StreamIndexWork | None) -> None:
-        self._look_later(number, None if work is None else work.look_at_ns)
-        self.summaries.pop(number, None)
+        self._scan_later(number, None if work is None else work.look_at_ns)
+        self.summaries.pop(number)
         if work is not None:
-            self.summaries[number] = work
-            if len(self.summaries) > SUMMARIES_MAX:
-                self.summaries.popitem(last=False)
+            self.summaries.put(number, work)
         if work is None or not work.pending:
             self.by_stream.pop(number, None)
         else:
@@ -380,7 +377,7 @@ class IndexWork:
             return StreamIndexWork(stream.number, NO_PLAN)
         return self.summaries.get(stream.number)
 
-    async def of(self, stream: Stream) -> StreamIndexWork:
+    async def load(self, stream: Stream) -> StreamIndexWork:
         """What is to be done for one stream right now."""
         known = durable_plans(stream)
         if not known.plans or not system_streams.has_index_files(stream.name):
@@ -389,7 +386,7 @@ class IndexWork:
             return StreamIndexWork(stream.number, NO_PLAN)
         return await self._find(stream, known)
 
-    def after(self, place: tuple[int, int], limit: int) -> list[StreamIndexWork]:
+    def next_streams(self, place: tuple[int, int], limit: int) -> list[StreamIndexWork]:
         """Streams with work, longest waiting first, after a position in that order."""
         waiting = sorted((work.oldest_ns, work.number) for work in self.by_stream.values())
         found = [number for key in waiting if key > place for number in (key[1],)]
@@ -419,7 +416,7 @@ def _described_after(store: StoredStreams, number: int) -> list[int]:
 
 
 def _segmented_after(store: StoredStreams, number: int, count: int) -> list[int]:
-    return store.db.cold.crowded_after(number, count, START_PAGE)
+    return store.db.cold.streams_with_segments_after(number, count, START_PAGE)
 
 
 def find_index_work(

@@ -218,4 +218,4 @@ def _stale_heads(cold: Callable[[], ColdTables], after: int) -> list[tuple[int, 
 
 
 def _deleted_streams(cold: Callable[[], ColdTables], after: int) -> list[DeletedStreamRow]:
-    return cold().graves(after, HEADS_PAGE_COUNT)
+    return cold().deleted_streams(after, HEADS_PAGE_COUNT)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
@@ -27,6 +26,7 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
+from tailrace.common.caches import LruCache
 from tailrace.log.stored_streams import StoredStreams, decode_stream
 from tailrace.log.transaction import await_commit
 from tailrace.storage.hot_store.database import HotDatabase
@@ -202,7 +202,8 @@ class DocumentObjects:
 
     def __init__(self, objects: MetaObjects) -> None:
         self._objects = objects
-        self._written: OrderedDict[str, bytes] = OrderedDict()  # hashes, so that nothing is written twice
+        # Hashes, so that nothing is written twice.
+        self._written: LruCache[str, bytes] = LruCache(entries_max=REMEMBERED_DOCUMENTS_MAX)
 
     async def publish(self, stream_id: str, documents: Mapping[str, bytes], as_of: int) -> None:
         for key, document in documents.items():
@@ -210,12 +211,9 @@ class DocumentObjects:
             if self._written.get(name) == digest:
                 continue
             await self._objects.put(name, DocumentObject(as_of=as_of, document=msgspec.Raw(document)))
-            self._written[name] = digest
-            self._written.move_to_end(name)
-            if len(self._written) > REMEMBERED_DOCUMENTS_MAX:
-                self._written.popitem(last=False)
+            self._written.put(name, digest)
 
-    async def take(self, stream_id: str, key: str, tail: int) -> bytes:
+    async def restore(self, stream_id: str, key: str, tail: int) -> bytes:
         """A document for a stream that continues after entry `tail`. The object is updated first."""
         name = document_key(stream_id, key)
         found = await self._objects.load(name, DocumentObject)

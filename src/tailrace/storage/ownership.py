@@ -185,7 +185,7 @@ def is_known_stream(store: StoredStreams, head: ManifestHead) -> bool:
             same = stream is not None and stream.incarnation == head.incarnation
             if same and stream is not None and is_same_incarnation(manifest_facts(stream, 0), head):
                 return True
-            return store.db.cold.has_grave(head.stream_id)
+            return store.db.cold.is_deleted(head.stream_id)
         tombstone = store.tombstone(head.name)
         epoch = max(
             -1 if stream is None else stream.epochs[-1][0], -1 if tombstone is None else tombstone.epoch

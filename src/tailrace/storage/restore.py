@@ -293,7 +293,7 @@ class RestoreStore:
             for key, document in (stream.documents or {}).items():
                 db.documents.put(stream.number, key, document)
             self._put_stream(stream)
-            db.cold.head_recorded(stream.number, 0, outcome.generation)
+            db.cold.mark_head_recorded(stream.number, 0, outcome.generation)
 
     def _displace(self, stream: Stream) -> None:
         """An earlier use of the name that was restored before this one was found, or its tombstone."""
@@ -312,7 +312,7 @@ class RestoreStore:
     def _dig(self, stream: Stream, at_ns: int, reason: str) -> None:
         folder = make_stream_id(stream.name, stream.incarnation)
         grave = DeletedStreamRow(stream.number, stream.name, folder, encode_deleted(stream, at_ns, reason))
-        self.db.cold.put_grave(grave)
+        self.db.cold.put_deleted(grave)
 
     # -- the end ---------------------------------------------------------------------------------------
 

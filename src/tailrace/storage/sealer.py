@@ -570,7 +570,7 @@ class Sealer:
             return facts, stream.earliest, reached_by_forks(self._store.db, stream)
 
     def _grave(self, number: int) -> bytes | None:
-        found = self._store.db.cold.graves(number - 1, 1)
+        found = self._store.db.cold.deleted_streams(number - 1, 1)
         return found[0].image if found and found[0].number == number else None
 
 

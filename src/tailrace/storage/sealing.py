@@ -473,7 +473,7 @@ class SealingService:
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
         report = await self.sealer.run_job(kind, numbers, sealed, after, publication)
         usage = report.usage
-        self.request_stats.take(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
+        self.request_stats.merge(usage.by_stream, usage.heads, usage.timings, self._log.clock.now_ns())
         self.health.on_report(kind, numbers, report)
         return report
 

@@ -262,11 +262,11 @@ class Verifier:
         async for info in self._manifests.segments(head):
             self._continues(head, previous, info)
             previous = info
-            await self._room.take(info.bytes)
+            await self._room.acquire(info.bytes)
             tasks.create_task(self._segment(head, info))
         self._ends(head, previous)
         async for companion in self._manifests.companions(head):
-            await self._room.take(companion.bytes)
+            await self._room.acquire(companion.bytes)
             tasks.create_task(self._companion(head, companion))
 
     # -- the manifest ------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class Verifier:
                 return
             problems = ["it does not exist"]
         finally:
-            await self._room.give_back(info.bytes)
+            await self._room.release(info.bytes)
         self.seen.segments += 1
         self.seen.entries += info.rows
         self.seen.bytes += info.bytes
@@ -349,7 +349,7 @@ class Verifier:
                 return  # replaced by another one, or trimmed
             problem = "it does not exist"
         finally:
-            await self._room.give_back(companion.bytes)
+            await self._room.release(companion.bytes)
         self.seen.companions += 1
         self.seen.bytes += companion.bytes
         if problem:
@@ -385,7 +385,7 @@ class _InFlightLimit:
         self._bytes = self._count = 0
         self._freed = asyncio.Condition()
 
-    async def take(self, size: int) -> None:
+    async def acquire(self, size: int) -> None:
         async with self._freed:
             await self._freed.wait_for(lambda: self._fits(size))
             self._bytes += size
@@ -394,7 +394,7 @@ class _InFlightLimit:
     def _fits(self, size: int) -> bool:
         return self._count == 0 or (self._count < self._count_max and self._bytes + size <= self._bytes_max)
 
-    async def give_back(self, size: int) -> None:
+    async def release(self, size: int) -> None:
         async with self._freed:
             self._bytes -= size
             self._count -= 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, cast
 
 import orjson
 
 from tailrace.auth import Identity
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.watch.cel import (
     REQUEST,
@@ -123,14 +123,13 @@ class AccessRules:
     """Compiled rules by source text."""
 
     def __init__(self) -> None:
-        self._rules: OrderedDict[str, AccessRule] = OrderedDict()
+        self._rules: LruCache[str, AccessRule] = LruCache(entries_max=RULES_CACHED_MAX)
 
     def rule(self, source: str, name: str) -> AccessRule:
         found = self._rules.get(source)
         if found is None:
-            found = self._rules[source] = AccessRule(source, name)
-            if len(self._rules) > RULES_CACHED_MAX:
-                self._rules.popitem(last=False)
+            found = AccessRule(source, name)
+            self._rules.put(source, found)
         return found
 
     def read_predicate_part(self, identity: Identity, collection: Collection | None) -> PredicatePart | None:

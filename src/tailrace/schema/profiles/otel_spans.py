@@ -163,7 +163,7 @@ class AttributeCleaner:
             return {}, 0
         given = cast("Attributes", value)
         kept: Attributes = {}
-        fate_of = self._fates.of
+        fate_of = self._fates.rule_for
         cut = 0
         for key, item in given.items():
             if item is None or not key:
@@ -214,7 +214,7 @@ class AttributeCleaner:
             members = cast("Attributes", item)
             if depth > DEPTH_MAX:
                 return None
-            fates = ((name, self._fates.of(name), one) for name, one in members.items())
+            fates = ((name, self._fates.rule_for(name), one) for name, one in members.items())
             return {
                 name: self._value(name, inner, one, place[:PATH_CHARACTERS_MAX], depth + 1)
                 for name, inner, one in fates
@@ -234,7 +234,7 @@ class AttributeRules:
         self.drops_queries = config.url_mode == "drop_query"
         self._known: dict[str, int] = {}
 
-    def of(self, key: str) -> int:
+    def rule_for(self, key: str) -> int:
         fate = self._known.get(key)
         if fate is None:
             fate = self._fate(key)

@@ -269,7 +269,7 @@ class SpanExport:
                 f"OTLP export has more than {self.limits.max_scope_spans_per_request} scope spans"
             )
 
-    def take(self, build: Callable[[], Record]) -> None:
+    def add(self, build: Callable[[], Record]) -> None:
         """One more span, made only if there is room for it."""
         if self._read >= self.limits.max_spans_per_request:
             self.reject(f"an export may have {self.limits.max_spans_per_request} spans")

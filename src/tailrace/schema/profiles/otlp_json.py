@@ -102,7 +102,7 @@ def _read_outline(outline: _Outline, export: SpanExport) -> None:
                 if not isinstance(span, dict):
                     raise invalid_request("OTLP spans must be an array of objects")
                 found = cast("Record", span)
-                export.take(partial(_span, found, resource, scope, complaint or scope_complaint, values))
+                export.add(partial(_span, found, resource, scope, complaint or scope_complaint, values))
 
 
 def _shared(holder: Record, values: ValueLimits) -> tuple[Record, str]:

@@ -85,7 +85,7 @@ def _scope_spans(
             scope["schemaUrl"] = _text(kind, value)
     shared = ScopeContext(resource, scope, complaint)
     for span in spans:
-        export.take(partial(_span, span, shared, values))
+        export.add(partial(_span, span, shared, values))
 
 
 def _scope(data: Data, values: ValueLimits) -> Record:

@@ -246,7 +246,7 @@ class JournalLayer:
         self.keys: dict[int, int] = {}
         self.ids: dict[int, int] = {}
 
-    def note(self, key: int, generation: int) -> None:
+    def record(self, key: int, generation: int) -> None:
         self.keys[key] = generation
         self.ids[key & ID_MASK] = generation
 
@@ -271,10 +271,10 @@ class TouchJournal:
     def memory_bytes(self) -> int:
         return sum(len(layer.keys) for layer in self.layers) * KEY_BYTES
 
-    def note(self, keys: list[int], generation: int) -> None:
+    def record(self, keys: list[int], generation: int) -> None:
         layer = self.layers[-1]
         for key in keys:
-            layer.note(key, generation)
+            layer.record(key, generation)
         if len(layer.keys) >= self._keys_max:
             self.layers.append(JournalLayer(generation))
             if len(self.layers) > LAYERS_MAX:

@@ -68,7 +68,7 @@ class FineBudget:
             reserved = config.lag_reserved_fine_touch_budget_per_batch
             self._batch = reserved if self.mode == "restricted" else 0
 
-    def take(self, keys: int) -> bool:
+    def consume(self, keys: int) -> bool:
         """Whether that many fine keys may be worked out."""
         if keys > self._batch or keys > self._tokens:
             return False
@@ -145,7 +145,7 @@ class TouchState:
 
     # -- taking in -------------------------------------------------------------------------------------
 
-    def absorb(self, sequence: int, record: object) -> None:
+    def apply(self, sequence: int, record: object) -> None:
         """The next entry of the stream."""
         generation = sequence + 1
         assert generation == self.journal.absorbed + 1, "entries are absorbed in order, each once"
@@ -155,7 +155,7 @@ class TouchState:
         if change is not None:
             self.changes += 1
             keys, emission = self._emission(change, sequence, fine=True)
-            self.journal.note(keys, generation)
+            self.journal.record(keys, generation)
             self.touches += len(keys)
             if emission.coarse:
                 self.coarse_marks += 1
@@ -185,7 +185,7 @@ class TouchState:
             return
         keys, emission = self._emission(change, sequence, fine=False)
         for key in keys:
-            past.note(key, sequence + 1)
+            past.record(key, sequence + 1)
         remembered = self.templates.remembered.values()
         forgotten = any(one.entity == change.entity and sequence < one.generation for one in remembered)
         if emission.coarse or forgotten:
@@ -195,7 +195,7 @@ class TouchState:
         """All keys of a change; `fine` if it has to live within the budget."""
         of_entity = self.templates.by_entity.get(change.entity, {})
         active = [template for template in of_entity.values() if template.active_from <= sequence]
-        if fine and active and not self.budget.take(2 * len(active)):
+        if fine and active and not self.budget.consume(2 * len(active)):
             emission = TouchedKeys([], coarse=True)
         else:
             emission = touched_keys(change, active, self.config.on_missing_before)
@@ -250,7 +250,7 @@ class TouchState:
             activated.append(outcome)
         return activated, denied, changed
 
-    def tidy(self) -> bool:
+    def expire_templates(self) -> bool:
         """Now and then: retires templates; whether there is something to be written down."""
         now_ms = self.now_ms()
         used = [identity for identity in self.templates.active if self.waiters.uses(identity)]

@@ -78,7 +78,7 @@ def add_rollup_file(
             found.add(piece if is_kept else piece.arrays())
     except (pa.ArrowException, IndexError) as error:
         raise UnusableFileError(f"agg file cannot be decoded: {error}") from error
-    states.absorb(found)
+    states.merge(found)
     return rows
 
 
@@ -518,7 +518,7 @@ class ArrayStates:
             if waiting:  # so many in one span that they need not wait for those of others
                 found.add(build_piece(waiting, self._measured))
             waiting = [rows]
-        self._states.absorb(found)
+        self._states.merge(found)
         self._waiting += waiting
         if sum(rows.size for rows in self._waiting) > ROWS_AT_ONCE:
             self._add_waiting()
@@ -536,19 +536,19 @@ class ArrayStates:
     def _check(self) -> None:
         self._states.check(check_groups, check_bytes)
 
-    def shown(self, groups: Groups) -> list[bytes | memoryview]:
+    def to_json(self, groups: Groups) -> list[bytes | memoryview]:
         """All windows as JSON, with those groups that were made elsewhere; a text in pieces."""
         self._add_waiting()
         states = self._states
-        states.settle()
-        for keys, piece in states.take_out(groups.groups):
+        states.combine_groups()
+        for keys, piece in states.pop_groups(groups.groups):
             for row, key in enumerate(keys):
                 group = groups.at(key)
                 for index, name in enumerate(groups.counted):
                     group.counts[index] += int(piece.counts[name][row])
                 for name, found in piece.summaries.items():
                     groups.merge(key, name, found.summary(row))
-        groups.settle()
+        groups.flush_pending()
         check_groups(states.rows + len(groups.groups))
         others = groups.shown_each()
         groups.groups.clear()

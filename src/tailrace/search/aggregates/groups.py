@@ -104,7 +104,7 @@ class Groups:
         """The same aggregate without groups, to collect what is added as a whole or not at all."""
         return Groups(self._view, self._request)
 
-    def absorb(self, others: Groups) -> None:
+    def merge_all(self, others: Groups) -> None:
         """Merge settled groups, which must not be used afterwards."""
         for key, its in others.groups.items():
             mine = self.groups.get(key)
@@ -117,7 +117,7 @@ class Groups:
             self._measure(mine)
         self._check_bytes()
 
-    def settle(self) -> None:
+    def flush_pending(self) -> None:
         """Add buffered numbers to their summaries."""
         for group in self._touched.values():
             if not group.waiting and not group.parts:
@@ -135,7 +135,7 @@ class Groups:
     def _check_bytes(self) -> None:
         check_bytes(self._held_bytes)
 
-    def shown(self, deadline: float) -> list[tuple[int, orjson.Fragment]]:
+    def to_json(self, deadline: float) -> list[tuple[int, orjson.Fragment]]:
         """The groups of each window as one piece of JSON.
 
         As objects tens of thousands of groups would be a hundred megabytes, and as many small pieces of JSON
@@ -174,7 +174,7 @@ class Groups:
         return {
             name: {"count": next(counts)}
             if measure.kind == "count"
-            else summaries[name].shown(method=measure.kind == "summary_parts")
+            else summaries[name].to_json(method=measure.kind == "summary_parts")
             for name, measure in self._request.measures.items()
         }
 
@@ -272,13 +272,13 @@ class AggregateScanner:
             if len(times) == 1 and from_ms <= times[0] < to_ms:
                 inside += 1
                 entry = first + index
-                self._take(entry, payload, row if wide else self._wide.row(entry, payload))
+                self._consume(entry, payload, row if wide else self._wide.row(entry, payload))
             decided = index + 1
         self._mostly_inside = inside * 2 > decided
-        self._groups.settle()
+        self._groups.flush_pending()
         return AggregateScan(decided, max(primaries, default=None), (min(seen), max(seen)) if seen else None)
 
-    def _take(self, entry: int, payload: Payload, row: Sequence[Sequence[Value]]) -> None:
+    def _consume(self, entry: int, payload: Payload, row: Sequence[Sequence[Value]]) -> None:
         for index in self._dimensions:
             if len(row[index]) > 1 and len(set(row[index])) > 1:
                 return
@@ -367,7 +367,7 @@ class ColumnAggregator:
             for name in self._parts if brought else ():
                 found_parts = (brought[row] for row in own)
                 group.parts += [(name, parts) for parts in found_parts if parts is not None]
-        self._groups.settle()
+        self._groups.flush_pending()
         return len(rows)
 
     def _windows(self, chunk: Chunk, rows: Sequence[int]) -> list[int]:

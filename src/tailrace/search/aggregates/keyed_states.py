@@ -6,7 +6,7 @@ only if they have to be merged.
 
 A file never changes, and most requests are repeated. So the states of a rollup and interval in a row group
 are cached with the file, within a byte limit, and so is the JSON text of each row once most of them were
-needed. The JSON is the same as that of `measures.Summary.shown`, but is encoded by column.
+needed. The JSON is the same as that of `measures.Summary.to_json`, but is encoded by column.
 """
 
 from __future__ import annotations
@@ -183,12 +183,12 @@ class StateRows(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
-    def is_lent(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether it is most of the cached states of a file, and should not be copied."""
         ...
 
     def take(self, rows: Any) -> StateRows: ...
-    def keep(self, marks: Any) -> StateRows: ...
+    def filter(self, marks: Any) -> StateRows: ...
     def arrays(self) -> StatePiece: ...
     def texts(self) -> Any:
         """The measures of each row as JSON, in the order of their names."""
@@ -204,7 +204,7 @@ class StatePiece(NamedTuple):
     summaries: dict[str, SummaryArray]
 
     @property
-    def is_lent(self) -> bool:
+    def is_shared(self) -> bool:
         return False
 
     @property
@@ -226,13 +226,13 @@ class StatePiece(NamedTuple):
             {name: found.take(rows) for name, found in self.summaries.items()},
         )
 
-    def keep(self, marks: Any) -> StatePiece:
+    def filter(self, marks: Any) -> StatePiece:
         """The marked rows."""
         return StatePiece(
             self.windows[marks],
             [codes[marks] for codes in self.codes],
             {name: counts[marks] for name, counts in self.counts.items()},
-            {name: found.keep(marks) for name, found in self.summaries.items()},
+            {name: found.filter(marks) for name, found in self.summaries.items()},
         )
 
     def merged(self, group_of: Any, groups: int) -> StatePiece:
@@ -323,7 +323,7 @@ class KeyedStates:
         self._unsettled_rows += len(piece.windows)
         self._unsettled_bytes += piece.nbytes
         if self._unsettled_rows > UNSETTLED_ROWS_MAX or self._unsettled_bytes > UNSETTLED_BYTES_MAX:
-            self.settle()
+            self.combine_groups()
 
     def _put(self, piece: StateRows) -> None:
         self.pieces.append(piece)
@@ -335,23 +335,23 @@ class KeyedStates:
         for piece in pieces:
             self._put(piece)
 
-    def absorb(self, others: KeyedStates) -> None:
+    def merge(self, others: KeyedStates) -> None:
         for piece in others.pieces:
             self.add(piece)
 
-    def settle(self) -> None:
+    def combine_groups(self) -> None:
         """Every group is in one row."""
         self._unsettled_rows = self._unsettled_bytes = 0
         if not self.pieces:
             return
-        own = [piece.arrays() for piece in self.pieces if not piece.is_lent]
-        pieces = [piece for piece in self.pieces if piece.is_lent]
+        own = [piece.arrays() for piece in self.pieces if not piece.is_shared]
+        pieces = [piece for piece in self.pieces if piece.is_shared]
         pieces += [concat_pieces(own)] if own else []
         columns = zip(*([piece.windows, *piece.codes] for piece in pieces), strict=True)
         found = _repeated_rows(group_ids([np.concatenate(column) for column in columns], self.rows))
         self._replace(pieces if found is None else _merge_pieces(pieces, *found))
 
-    def take_out(self, keys: Collection[GroupKey]) -> list[tuple[list[GroupKey], StatePiece]]:
+    def pop_groups(self, keys: Collection[GroupKey]) -> list[tuple[list[GroupKey], StatePiece]]:
         """Remove the states of some groups. Returns them as pieces with the key of each row."""
         windows = np.array(sorted({key[0] for key in keys}), np.int64)
         listed = [texts.listed() for texts in self.texts]
@@ -369,7 +369,7 @@ class KeyedStates:
     def check(self, check_rows: Callable[[int], None], check_bytes: Callable[[int], None]) -> None:
         """Check the size if it may be too large; groups that occur twice count once."""
         if self.rows > CHECKED_ROWS:
-            self.settle()
+            self.combine_groups()
             check_rows(self.rows)
         check_bytes(self.nbytes)
 
@@ -389,7 +389,7 @@ def _merge_pieces(pieces: Sequence[StateRows], rows: Any, group_of: Any, groups:
             continue
         taken.append(piece.take(np.flatnonzero(marks)).arrays())
         if not marks.all():
-            kept.append(piece.keep(~marks))
+            kept.append(piece.filter(~marks))
     return [*kept, concat_pieces(taken).merged(group_of[np.argsort(rows)], groups)]
 
 
@@ -486,14 +486,14 @@ class StoredPiece(NamedTuple):
         return 8 * len(self.windows) * (2 + len(self.codes))
 
     @property
-    def is_lent(self) -> bool:
+    def is_shared(self) -> bool:
         return 2 * len(self.windows) >= len(self.states.windows)
 
     def take(self, rows: Any) -> StoredPiece:
         places = rows if self.rows is None else self.rows[rows]
         return StoredPiece(self.states, places, self.windows[rows], [codes[rows] for codes in self.codes])
 
-    def keep(self, marks: Any) -> StateRows:
+    def filter(self, marks: Any) -> StateRows:
         return self.take(np.flatnonzero(marks))
 
     def arrays(self) -> StatePiece:

@@ -278,7 +278,7 @@ class Histogram:
         for exponent, count in other.counts.items():
             self.add(exponent, count)
 
-    def shown(self) -> Json:
+    def to_json(self) -> Json:
         return {str(1 << exponent): self.counts[exponent] for exponent in sorted(self.counts)}
 
     def at_rank(self, rank: int, filled: int) -> float:
@@ -400,7 +400,7 @@ class Summary:
             return self.smallest
         return self.largest if self.largest is not None and value > self.largest else value
 
-    def shown(self, *, method: bool) -> Json:
+    def to_json(self, *, method: bool) -> Json:
         """With `method`, which way the percentiles were had."""
         chosen = self.percentile_method
         body: Json = {
@@ -413,7 +413,7 @@ class Summary:
         for (name, _), value in zip(PERCENTILES, self._percentiles(chosen), strict=True):
             body[name] = value
         if self.histogram is not None:
-            body["histogram"] = self.histogram.shown()
+            body["histogram"] = self.histogram.to_json()
         if method:
             body["percentile_method"] = chosen
         return body

@@ -140,8 +140,8 @@ def add_rollup_states(file: RollupFile, request: AggregateRequest, groups: Group
             found.at(key).waiting.setdefault(measure, []).extend(numbers)
         for key, measure, summary in part.summaries:
             found.merge(key, measure, summary)
-        found.settle()
-    groups.absorb(found)
+        found.flush_pending()
+    groups.merge_all(found)
     return states
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import orjson
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.log.model import Stream
 from tailrace.schema.timestamps import from_unix_ms
@@ -101,7 +101,7 @@ class Aggregator:
 
     def __init__(self, searcher: Searcher) -> None:
         self.searcher = searcher
-        self._known: OrderedDict[tuple[int, int, str], ScannedTimes] = OrderedDict()
+        self._known: LruCache[tuple[int, int, str], ScannedTimes] = LruCache(entries_max=RANGES_CACHED_MAX)
 
     async def aggregate(
         self, stream: Stream, view: RecordView, request: AggregateRequest, deadline: float
@@ -115,14 +115,10 @@ class Aggregator:
         known = self._known.get((number, first, field))
         if known is None or not known.view.same_values(view) or known.view.primary != view.primary:
             return None
-        self._known.move_to_end((number, first, field))
         return known
 
     def learn(self, number: int, first: int, field: str, known: ScannedTimes) -> None:
-        self._known[number, first, field] = known
-        self._known.move_to_end((number, first, field))
-        if len(self._known) > RANGES_CACHED_MAX:
-            self._known.popitem(last=False)
+        self._known.put((number, first, field), known)
 
 
 class _AggregateRun:
@@ -344,7 +340,7 @@ class _AggregateRun:
         for chunk in chunks:
             self._check_deadline()
             columns.add(chunk, blocks.parts)
-        self._groups.absorb(groups)
+        self._groups.merge_all(groups)
 
     # -- scans -------------------------------------------------------------------------------------------
 
@@ -418,14 +414,14 @@ class _AggregateRun:
     def _buckets(self) -> list[bytes | memoryview]:
         """The JSON array of buckets, in pieces."""
         if self._arrays is not None:
-            return self._arrays.shown(self._groups)
+            return self._arrays.to_json(self._groups)
         buckets = [
             {
                 "start": from_unix_ms(start_ms),
                 "end": from_unix_ms(start_ms + self._request.interval_ms),
                 "groups": groups,
             }
-            for start_ms, groups in self._groups.shown(self._deadline)
+            for start_ms, groups in self._groups.to_json(self._deadline)
         ]
         return [orjson.dumps(buckets)]
 

@@ -64,7 +64,7 @@ class BucketArray(NamedTuple):
         part = slice(self.starts[row], self.starts[row + 1])
         return dict(zip(self.codes[part].tolist(), self.counts[part].tolist(), strict=True))
 
-    def keep(self, marks: Any) -> BucketArray:
+    def filter(self, marks: Any) -> BucketArray:
         """The marked rows. Where these are most of all, this is quicker than to take them."""
         sizes = np.diff(self.starts)
         places = np.repeat(marks, sizes)
@@ -266,12 +266,12 @@ class SummaryArray(NamedTuple):
             self.counts[rows], self.sums.take(rows), *edges, histogram, self.sketch.take(rows)
         )
 
-    def keep(self, marks: Any) -> SummaryArray:
+    def filter(self, marks: Any) -> SummaryArray:
         """The marked rows."""
-        histogram = None if self.histogram is None else self.histogram.keep(marks)
+        histogram = None if self.histogram is None else self.histogram.filter(marks)
         sums = self.sums.take(np.flatnonzero(marks))
         edges = self.smallest[marks], self.largest[marks]
-        return SummaryArray(self.counts[marks], sums, *edges, histogram, self.sketch.keep(marks))
+        return SummaryArray(self.counts[marks], sums, *edges, histogram, self.sketch.filter(marks))
 
     def merged(self, group_of: Any, groups: int) -> SummaryArray:
         """The rows of each group as one."""

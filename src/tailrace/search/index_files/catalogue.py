@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from tailrace.common.caches import LruCache
 from tailrace.common.limits import Limits
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.log import Log
@@ -96,7 +96,7 @@ class IndexCatalogue:
         self.files = files
         self._list_files = list_files
         self._levels = levels
-        self._cached: OrderedDict[int, _CachedSpans] = OrderedDict()
+        self._cached: LruCache[int, _CachedSpans] = LruCache(entries_max=STREAMS_CACHED_MAX)
 
     async def index_files(self, stream: Stream) -> IndexFileSet:
         return await self._list_files(stream)
@@ -119,16 +119,13 @@ class IndexCatalogue:
                 identity = make_stream_id(owner.name, owner.incarnation)
                 parts.append(_StreamIndexFiles(found, identity, FOREVER if owner is stream else upto))
         if not parts:
-            self._cached.pop(stream.number, None)
+            self._cached.pop(stream.number)
             return None
         cached = self._cached.get(stream.number)
         if cached is None or not cached.is_of(parts, view):
             loop = asyncio.get_running_loop()
             cached = await loop.run_in_executor(None, _build_all_spans, parts, view)
-            self._cached[stream.number] = cached
-            if len(self._cached) > STREAMS_CACHED_MAX:
-                self._cached.popitem(last=False)
-        self._cached.move_to_end(stream.number)
+            self._cached.put(stream.number, cached)
         return cached
 
     def covered_through(self, stream: Stream) -> int:
@@ -213,7 +210,7 @@ class RoutingKeyIndex:
 
     def __init__(self, catalogue: IndexCatalogue) -> None:
         self._catalogue = catalogue
-        self._cached: OrderedDict[tuple[str, str], _CachedKeyFiles] = OrderedDict()
+        self._cached: LruCache[tuple[str, str], _CachedKeyFiles] = LruCache(entries_max=KEY_FILES_CACHED_MAX)
         self.lookups = 0  # that an index file served
 
     async def next_with_key(self, stream: Stream, key: bytes, entry: int) -> int:
@@ -284,12 +281,8 @@ class RoutingKeyIndex:
         identity = make_stream_id(stream.name, stream.incarnation)
         cached = self._cached.get((identity, family))
         if cached is None or cached.index_files is not index_files:
-            cached = self._cached[identity, family] = _CachedKeyFiles(
-                index_files, _key_files(index_files, family, identity)
-            )
-            if len(self._cached) > KEY_FILES_CACHED_MAX:
-                self._cached.popitem(last=False)
-        self._cached.move_to_end((identity, family))
+            cached = _CachedKeyFiles(index_files, _key_files(index_files, family, identity))
+            self._cached.put((identity, family), cached)
         return cached.runs
 
 

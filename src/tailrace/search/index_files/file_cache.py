@@ -12,13 +12,14 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
 
+from tailrace.common.caches import LruCache
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.tasks import SingleFlight
 from tailrace.search.index_files.format import ROUTING_KEY_LEXICON
 from tailrace.storage.object_store.cache import ByteBudget, LoopTasks, ObjectCache, ObjectRange, cache_source
 from tailrace.storage.object_store.interface import ObjectStoreError
@@ -128,7 +129,7 @@ class RemoteContent:
         """Read on this thread if the object store is a local directory, which is faster than the loop."""
         found: list[FileSlice] = []
         for start, stop in wanted:
-            data = self._parts.get_now(self._published.key, start, stop)
+            data = self._parts.get_local(self._published.key, start, stop)
             if data is None:
                 return []
             found.append(FileSlice(start, memoryview(data)))
@@ -141,7 +142,7 @@ class RemoteContent:
 
     async def forget(self) -> bool:
         """Remove its parts from the disk cache; False if there are none."""
-        return await self._parts.forget(self._published.part(0, 0).source)
+        return await self._parts.evict_object(self._published.part(0, 0).source)
 
     async def _all(self, wanted: Iterable[ByteRange]) -> list[FileSlice]:
         return await asyncio.gather(*(self._one(start, stop) for start, stop in wanted))
@@ -154,7 +155,7 @@ class RemoteContent:
             raw = await self._parts.read(cached, part)
             if raw is not None:
                 return FileSlice(start, memoryview(raw))
-            await self._parts.drop(cached)
+            await self._parts.evict(cached)
         return FileSlice(start, await self._parts.fetch(self._published.key, part))
 
 
@@ -273,14 +274,18 @@ class IndexFileCache:
         self._lexicons = lexicons or parts  # small and read page by page: a cache of their own
         self._work = work
         self._readers = readers
-        self._bytes_max = bytes_max
         self._whole_bytes_max = whole_bytes_max
         self._budget = ByteBudget(LOADING_BYTES_MAX)
-        self._opened: OrderedDict[str, tuple[OpenedFile, int]] = OrderedDict()
-        self._opening: dict[str, asyncio.Task[OpenedFile | None]] = {}
-        self._unusable: OrderedDict[str, float] = OrderedDict()
-        self.bytes = 0
+        self._opened: LruCache[str, tuple[OpenedFile, int]] = LruCache(  # with the bytes last measured
+            size_max=bytes_max, size_of=lambda _, found: found[1], keep_newest=True
+        )
+        self._opening: SingleFlight[str, OpenedFile | None] = SingleFlight(work)
+        self._unusable: LruCache[str, float] = LruCache(entries_max=UNUSABLE_MAX)
         self.counts = FileCacheCounts()
+
+    @property
+    def bytes(self) -> int:
+        return self._opened.size
 
     async def on_thread(self, function: Callable[[Unpack[Ts]], R], *arguments: *Ts) -> R:
         """Run a reader, which may wait for bytes, on a thread."""
@@ -291,10 +296,11 @@ class IndexFileCache:
         found = self._opened.get(published.key)
         if found is None:
             return None
-        self._opened.move_to_end(published.key)
         self.counts.hits += 1
-        self._measure(published.key, found)
-        return found[0]
+        opened, measured = found
+        if opened.memory_bytes != measured:  # files grow while they are used, by what is decoded
+            self._opened.put(published.key, (opened, opened.memory_bytes))
+        return opened
 
     def is_open(self, published: IndexFileRef) -> bool:
         return published.key in self._opened
@@ -309,16 +315,11 @@ class IndexFileCache:
         found = self.get(published)
         if found is not None or not self.can_retry(published):
             return found
-        task = self._opening.get(published.key)
-        if task is None:
-            task = self._opening[published.key] = self._work.start(self._load(published, open_file))
-        # A cancelled caller must not cancel the load for the others.
-        return await asyncio.shield(task)
+        return await self._opening.run(published.key, lambda: self._load(published, open_file))
 
     def evict_all(self) -> None:
         """Close all files under memory pressure; they can be opened again."""
         self._opened.clear()
-        self.bytes = 0
 
     def _parts_of(self, published: IndexFileRef) -> ObjectCache:
         return self._lexicons if published.artifact == ROUTING_KEY_LEXICON else self._parts
@@ -334,13 +335,9 @@ class IndexFileCache:
         except (UnusableFileError, ObjectStoreError, OSError) as error:
             self._mark_unusable(published, error)
             return None
-        finally:
-            del self._opening[published.key]
-        self._unusable.pop(published.key, None)
+        self._unusable.pop(published.key)
         self.counts.fetched += 1
-        self._opened[published.key] = (opened, opened.memory_bytes)
-        self.bytes += opened.memory_bytes
-        self._shrink()
+        self._opened.put(published.key, (opened, opened.memory_bytes))
         return opened
 
     def _mark_unusable(self, published: IndexFileRef, error: Exception) -> None:
@@ -348,11 +345,8 @@ class IndexFileCache:
         self.counts.unusable += 1
         fields = log_fields(key=published.key, error=str(error))
         logger.warning("index file unusable, decoding rows instead", extra=fields)
-        self._unusable[published.key] = time.monotonic() + UNUSABLE_RETRY_S
-        if len(self._unusable) > UNUSABLE_MAX:
-            self._unusable.popitem(last=False)
-        _, size = self._opened.pop(published.key, (None, 0))
-        self.bytes -= size
+        self._unusable.put(published.key, time.monotonic() + UNUSABLE_RETRY_S)
+        self._opened.pop(published.key)
 
     async def _opened_by_parts(self, published: IndexFileRef, open_file: FileOpener) -> OpenedFile | None:
         """None if its parts have no checksums."""
@@ -388,22 +382,9 @@ class IndexFileCache:
                 logger.warning(
                     "damaged cached index file", extra=log_fields(key=published.key, error=str(error))
                 )
-            await parts.drop(cached)
+            await parts.evict(cached)
         data = await parts.fetch(published.key, wanted)
         return await self._work.on_thread(_open_checked, published, bytes(data), open_file)
-
-    def _measure(self, key: str, found: tuple[OpenedFile, int]) -> None:
-        """Files grow while they are used, by what is decoded."""
-        opened, before = found
-        if opened.memory_bytes != before:
-            self._opened[key] = (opened, opened.memory_bytes)
-            self.bytes += opened.memory_bytes - before
-            self._shrink()
-
-    def _shrink(self) -> None:
-        while self.bytes > self._bytes_max and len(self._opened) > 1:
-            _, (_, size) = self._opened.popitem(last=False)
-            self.bytes -= size
 
 
 def _open_checked(published: IndexFileRef, raw: bytes, open_file: FileOpener) -> OpenedFile:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from threading import Lock
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.search.columns import rows_from_bits
 from tailrace.search.index_files import format as names
 from tailrace.search.index_files.file_cache import (
@@ -124,8 +124,9 @@ class FullTextFile:
         self.first, self.last = first, last
         self._terms = ParquetFile(terms)
         self._terms_held_bytes = terms.held_bytes
-        self._found: OrderedDict[tuple[str, ...], PackedPostings] = OrderedDict()
-        self._found_bytes = 0
+        self._found: LruCache[tuple[str, ...], PackedPostings] = LruCache(
+            entries_max=_FOUND_MAX, size_of=lambda _, found: found.nbytes
+        )
         self._lengths: dict[str, Any] = {}
         self._lock = Lock()
 
@@ -133,7 +134,7 @@ class FullTextFile:
     def memory_bytes(self) -> int:
         lengths = sum(found.nbytes for found in list(self._lengths.values()))
         rest = self._body.held_bytes - self._terms_held_bytes  # the table of terms counts as a file
-        return self._terms.memory_bytes + rest + self._found_bytes + lengths + _OVERHEAD_BYTES
+        return self._terms.memory_bytes + rest + self._found.size + lengths + _OVERHEAD_BYTES
 
     # -- tokens --------------------------------------------------------------------------------------------
 
@@ -149,17 +150,14 @@ class FullTextFile:
 
     def _cached_lookup(self, key: tuple[str, ...], look_up: Callable[[], Postings]) -> PackedPostings:
         """The last lookups are cached: a split may cover many spans, each of which needs them."""
-        found = self._found.get(key)
+        found = self._found.peek(key)
         if found is None:
             looked_up = look_up()
             found = PackedPostings(
                 narrow_integers(looked_up.entries - self.first), narrow_integers(looked_up.frequencies)
             )
             with self._lock:
-                self._found[key] = found
-                self._found_bytes += found.nbytes
-                if len(self._found) > _FOUND_MAX:
-                    self._found_bytes -= self._found.popitem(last=False)[1].nbytes
+                self._found.put(key, found)
         return found
 
     def documents_with(self, field: str, token: str) -> int:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
 
+from tailrace.common.caches import LruCache
 from tailrace.log.routing_keys import LexiconTimes
 from tailrace.search.index_files import format as names
 from tailrace.search.index_files.format import ENTRIES, FIELD, VALUE
@@ -37,14 +37,15 @@ class ExactFile:
             bounds = file.statistics(group, FIELD)
             if bounds is not None:
                 self._groups.setdefault(_text(bounds[0]), []).append(group)
-        self._found: OrderedDict[tuple[str, bytes | None, bool], Any] = OrderedDict()
-        self._found_bytes = 0
+        self._found: LruCache[tuple[str, bytes | None, bool], Any] = LruCache(
+            entries_max=_FOUND_MAX, size_of=lambda _, found: found.nbytes + 200
+        )
         self._filters: dict[str, _Filters] = {}  # by field
         self._filter_bytes = 0
 
     @property
     def memory_bytes(self) -> int:
-        return self._file.memory_bytes + self._found_bytes + self._filter_bytes
+        return self._file.memory_bytes + self._found.size + self._filter_bytes
 
     def entries(self, field: str, stored: bytes | None) -> Any:
         """The entries with a value, or with any value if `stored` is None."""
@@ -52,7 +53,7 @@ class ExactFile:
 
     def lacks(self, field: str, stored: bytes) -> bool:
         """Whether no entry has a value, judged by what is in memory; safe on the event loop."""
-        found = self._found.get((field, stored, False))
+        found = self._found.peek((field, stored, False))
         if found is not None:
             return not len(found)
         groups, filters = self._groups_with(field, stored), self._filters.get(field)
@@ -64,13 +65,10 @@ class ExactFile:
 
     def _cached_lookup(self, key: tuple[str, bytes | None, bool], look_up: Callable[[], Any]) -> Any:
         """The last lookups are cached: a file may cover many spans, each of which needs them."""
-        found = self._found.get(key)
+        found = self._found.peek(key)
         if found is None:
-            found = self._found[key] = look_up()
-            self._found_bytes += found.nbytes + 200
-            if len(self._found) > _FOUND_MAX:
-                _, old = self._found.popitem(last=False)
-                self._found_bytes -= old.nbytes + 200
+            found = look_up()
+            self._found.put(key, found)
         return found
 
     def _look_up(self, field: str, stored: bytes | None) -> Any:
@@ -154,7 +152,7 @@ class KeyRanges(NamedTuple):
 class RoutingKeyIndexFile:
     def __init__(self, file: ParquetFile) -> None:
         self._file = file
-        self._known: OrderedDict[bytes, KeyRanges] = OrderedDict()
+        self._known: LruCache[bytes, KeyRanges] = LruCache(entries_max=_KNOWN_MAX)
 
     @property
     def memory_bytes(self) -> int:
@@ -162,13 +160,12 @@ class RoutingKeyIndexFile:
 
     def known(self, key: bytes) -> KeyRanges | None:
         """The cached ranges; safe on the event loop."""
-        return self._known.get(key)
+        return self._known.peek(key)
 
     def places(self, key: bytes) -> KeyRanges:
         """The ranges of a key, read from the file."""
-        found = self._known[key] = self._look_up(key) or KeyRanges([], [])
-        if len(self._known) > _KNOWN_MAX:
-            self._known.popitem(last=False)
+        found = self._look_up(key) or KeyRanges([], [])
+        self._known.put(key, found)
         return found
 
     def _look_up(self, key: bytes) -> KeyRanges | None:

@@ -6,7 +6,6 @@ every block of the file, so that only verified bytes are decoded.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from threading import Lock
@@ -14,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from tailrace.common.caches import LruCache
 from tailrace.search.index_files import format as names
 from tailrace.search.index_files.file_cache import (
     ByteRange,
@@ -78,8 +78,9 @@ class ParquetFile:
         if self.groups:
             group = self.metadata.row_group(0)
             self._leaves = {group.column(at).path_in_schema: at for at in range(group.num_columns)}
-        self._decoded: OrderedDict[tuple[int, tuple[str, ...]], Any] = OrderedDict()
-        self._decoded_bytes = 0
+        self._decoded: LruCache[tuple[int, tuple[str, ...]], Any] = LruCache(
+            size_max=DECODED_BYTES_MAX, size_of=lambda _, table: table.nbytes, keep_newest=True
+        )
         self._bounds: dict[tuple[int, str], tuple[Any, Any] | None] = {}  # by row group and column
         self._lock = Lock()  # the Parquet reader is shared by searches on several threads
 
@@ -99,7 +100,7 @@ class ParquetFile:
     @property
     def memory_bytes(self) -> int:
         parsed = _PARSED * self._footer_bytes + _GROUP_OVERHEAD_BYTES * (self.groups + 1)
-        return self._body.held_bytes + self._decoded_bytes + parsed
+        return self._body.held_bytes + self._decoded.size + parsed
 
     @property
     def size(self) -> int:
@@ -173,7 +174,7 @@ class ParquetFile:
                 if table is None:
                     # It may have been evicted in the meantime.
                     held = file if group in missing else self._reader([group], wanted)
-                    table = self._keep(group, wanted, held)
+                    table = self._decode_cached(group, wanted, held)
                 yield table
 
     def group(self, group: int, columns: Sequence[str]) -> Any:
@@ -204,19 +205,12 @@ class ParquetFile:
 
     def _known(self, group: int, columns: tuple[str, ...]) -> Any:
         with self._lock:
-            table = self._decoded.get((group, columns))
-            if table is not None:
-                self._decoded.move_to_end((group, columns))
-        return table
+            return self._decoded.get((group, columns))
 
-    def _keep(self, group: int, columns: tuple[str, ...], file: Any) -> Any:
+    def _decode_cached(self, group: int, columns: tuple[str, ...], file: Any) -> Any:
         table = self._decode(file, [group], columns)
         with self._lock:
-            if (group, columns) not in self._decoded:  # else another thread decoded it first
-                self._decoded[group, columns] = table
-                self._decoded_bytes += table.nbytes
-            while self._decoded_bytes > DECODED_BYTES_MAX and len(self._decoded) > 1:
-                self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
+            self._decoded.put((group, columns), table)
         return table
 
     def _decode(self, file: Any, groups: Sequence[int], columns: Sequence[str]) -> Any:

@@ -14,7 +14,6 @@ import io
 import shutil
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.schema.search_config import SearchConfig
 from tailrace.search.index_files.format import (
@@ -269,7 +269,7 @@ class WorkerStores:
     def __init__(self) -> None:
         self._runner = BlockingRunner()
         self._opened: dict[str, ObjectStore] = {}
-        self._plans: OrderedDict[str, BuildPlan] = OrderedDict()
+        self._plans: LruCache[str, BuildPlan] = LruCache(entries_max=PLANS_MAX)
 
     def open(self, url: str) -> ObjectStore:
         store = self._opened.get(url)
@@ -296,9 +296,8 @@ class WorkerStores:
     def plan(self, url: str, key: str) -> BuildPlan:
         plan = self._plans.get(f"{url} {key}")
         if plan is None:
-            plan = self._plans[f"{url} {key}"] = load_plan(self.get(url, key))
-            if len(self._plans) > PLANS_MAX:
-                self._plans.popitem(last=False)
+            plan = load_plan(self.get(url, key))
+            self._plans.put(f"{url} {key}", plan)
         return plan
 
 

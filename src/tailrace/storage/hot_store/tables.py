@@ -142,7 +142,7 @@ class ColdTables:
         )
         return [cast("bytes", row[0]) for row in rows]
 
-    def crowded_after(self, number: int, count: int, limit: int) -> list[int]:
+    def streams_with_segments_after(self, number: int, count: int, limit: int) -> list[int]:
         """Streams with at least so many segments, by number."""
         if not self.exist():
             return []
@@ -176,7 +176,7 @@ class ColdTables:
         row = self._db.one("SELECT generation FROM heads WHERE number=?", number) if self.exist() else None
         return 0 if row is None else cast("int", row[0])
 
-    def graves(self, after: int, limit: int) -> list[DeletedStreamRow]:
+    def deleted_streams(self, after: int, limit: int) -> list[DeletedStreamRow]:
         if not self.exist():
             return []
         rows = self._db.rows(
@@ -186,7 +186,7 @@ class ColdTables:
         )
         return [DeletedStreamRow(*cast("tuple[int, str, str, bytes]", row)) for row in rows]
 
-    def has_grave(self, stream_id: str) -> bool:
+    def is_deleted(self, stream_id: str) -> bool:
         found = self._db.one("SELECT 1 FROM graves WHERE stream_id=?", stream_id) if self.exist() else None
         return found is not None
 
@@ -280,14 +280,14 @@ class ColdTables:
         self._db.execute("DELETE FROM blocks WHERE number=? AND last<=?", (number, last))
         self.add_hot_bytes(-cast("int", row[0]))
 
-    def head_changed(self, number: int, file: int) -> None:
+    def mark_head_stale(self, number: int, file: int) -> None:
         self._db.execute(
             "INSERT INTO heads VALUES(?, ?, 0, 0) "
             "ON CONFLICT(number) DO UPDATE SET changed_file=max(changed_file, excluded.changed_file)",
             (number, file),
         )
 
-    def head_recorded(self, number: int, file: int, generation: int) -> None:
+    def mark_head_recorded(self, number: int, file: int, generation: int) -> None:
         self._db.execute(
             "INSERT INTO heads VALUES(?, 0, ?, ?) ON CONFLICT(number) DO UPDATE SET "
             "recorded_file=max(recorded_file, excluded.recorded_file), "
@@ -295,10 +295,10 @@ class ColdTables:
             (number, file, generation),
         )
 
-    def put_grave(self, grave: DeletedStreamRow) -> None:
+    def put_deleted(self, grave: DeletedStreamRow) -> None:
         self._db.execute("INSERT OR REPLACE INTO graves VALUES(?, ?, ?, ?)", tuple(grave))
 
-    def delete_grave(self, number: int) -> None:
+    def forget_deleted(self, number: int) -> None:
         self._db.execute("DELETE FROM graves WHERE number=?", (number,))
 
     def delete_stream(self, number: int) -> None:
@@ -448,7 +448,7 @@ class IndexFileTables:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def of(self, number: int) -> Iterator[IndexFile]:
+    def files_of(self, number: int) -> Iterator[IndexFile]:
         if self.exist():
             for row in self._db.rows("SELECT info FROM companions WHERE number=?", number):
                 yield _decode_index_file(cast("bytes", row[0]))
@@ -517,7 +517,7 @@ class DocumentTable:
     def __init__(self, db: HotDatabase) -> None:
         self._db = db
 
-    def of(self, number: int) -> dict[str, bytes]:
+    def documents_of(self, number: int) -> dict[str, bytes]:
         rows = self._db.rows("SELECT key, value FROM documents WHERE number=? ORDER BY key", number)
         return dict(cast("tuple[str, bytes]", row) for row in rows)
 

@@ -211,7 +211,9 @@ class ManifestStore:
 
         return await self._change(facts.stream_id, plan, known, facts=facts)
 
-    async def adopt(self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None) -> ManifestHead:
+    async def take_fence(
+        self, stream_id: str, epochs: tuple[tuple[int, int], ...] | None = None
+    ) -> ManifestHead:
         """Writes our fence into the head of an earlier owner, which cannot change it from then on.
 
         A server that restores a stream does this before it serves it, with the epoch it continues in. No
@@ -473,7 +475,7 @@ def _generation_of(key: str) -> int:
 class TakeoverManifestStore(ManifestStore):
     """The manifests of an owner that takes a bucket over and continues its streams."""
 
-    async def take(
+    async def take_over(
         self,
         stream_id: str,
         become: Callable[[ManifestHead], ManifestHead],

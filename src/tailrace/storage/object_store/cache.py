@@ -328,30 +328,30 @@ class ObjectCache:
         with self.book.timed("get"):
             data = await objects.get_range(key, start, stop)
         self.fetches += 1
-        self.book.note(key, "gets")
+        self.book.record(key, "gets")
         self.fetched_bytes += len(data)
         return data
 
-    def get_now(self, key: str, start: int, stop: int) -> bytes | None:
+    def get_local(self, key: str, start: int, stop: int) -> bytes | None:
         """For threads: bytes that are on the local disk, without the loop. None if they are not."""
         objects = self.objects
         if not isinstance(objects, FileObjectStore):
             return None
         begun = time.perf_counter()
         data = objects.get_range_now(key, start, stop)
-        self._work.loop.call_soon_threadsafe(self._got, key, len(data), time.perf_counter() - begun)
+        self._work.loop.call_soon_threadsafe(self._record_get, key, len(data), time.perf_counter() - begun)
         return data
 
-    def _got(self, key: str, size: int, seconds: float) -> None:
+    def _record_get(self, key: str, size: int, seconds: float) -> None:
         self.fetches += 1
         self.fetched_bytes += size
-        self.book.note(key, "gets")
-        self.book.note_time("get", seconds)
+        self.book.record(key, "gets")
+        self.book.record_time("get", seconds)
 
     def find(self, source: str, start: int, stop: int) -> ObjectRange | None:
         return None if self.cache is None else self.cache.find(source, start, stop)
 
-    def is_near(self, wanted: ObjectRange) -> bool:
+    def is_cached_or_pending(self, wanted: ObjectRange) -> bool:
         """Whether the bytes are in the cache or on their way."""
         return self.find(*wanted) is not None or self._under_way(wanted) is not None
 
@@ -384,17 +384,17 @@ class ObjectCache:
         assert self.cache is not None
         return await self._work.on_thread(self.cache.read, part, wanted.start, wanted.stop)
 
-    async def drop(self, part: ObjectRange) -> None:
+    async def evict(self, part: ObjectRange) -> None:
         """Removes an unusable part from the cache."""
         assert self.cache is not None
         self.cache.forget(part)
         await self._work.on_thread(self.cache.remove, [part])
 
-    async def forget(self, source: str) -> bool:
+    async def evict_object(self, source: str) -> bool:
         """Removes all parts of an object from the cache; False if it has none."""
         held = [] if self.cache is None else self.cache.parts_of(source)
         for part in held:
-            await self.drop(part)
+            await self.evict(part)
         return bool(held)
 
     async def _open(self) -> ObjectStore:
@@ -415,7 +415,7 @@ class ObjectCache:
                 data = await self.get(key, part.start, part.stop)
                 fetch.data.set_result(data)
                 if self.cache is not None:
-                    await self._keep(self.cache, part, data)
+                    await self._store(self.cache, part, data)
         except BaseException as error:
             fail_future(fetch.data, error)
             raise
@@ -425,7 +425,7 @@ class ObjectCache:
             if not left:
                 del self._fetches[part.source]
 
-    async def _keep(self, cache: DiskCache, part: ObjectRange, data: bytes) -> None:
+    async def _store(self, cache: DiskCache, part: ObjectRange, data: bytes) -> None:
         """A cache that cannot be written is slow, not wrong."""
         try:
             await self._work.on_thread(cache.write, part, data)

@@ -7,13 +7,14 @@ of streams uses it, so the streams idle for longest are dropped.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
 
+from tailrace.common.caches import LruCache
 from tailrace.storage.object_store.interface import ObjectInfo, ObjectStore
 
 STATS_STREAMS_MAX = 10_000
@@ -58,23 +59,19 @@ class RequestTiming(NamedTuple):
 class RequestStats:
     def __init__(self, streams_max: int = STATS_STREAMS_MAX) -> None:
         self._timings: dict[str, RequestTiming] = {}
-        self._streams_max = streams_max
-        self._counts: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
-        self._heads: OrderedDict[str, UploadedHead] = OrderedDict()
+        self._counts: LruCache[str, Counter[tuple[str, str]]] = LruCache(entries_max=streams_max)
+        self._heads: LruCache[str, UploadedHead] = LruCache(entries_max=streams_max)
 
-    def note(self, key: str, counter: str, number: int = 1) -> None:
+    def record(self, key: str, counter: str, number: int = 1) -> None:
         found = stream_and_artifact(key)
         if found is not None:
             self._add(RequestCount(*found, counter, number))
 
-    def note_head(self, head: UploadedHead) -> None:
-        self._heads[head.stream_id] = head
-        self._heads.move_to_end(head.stream_id)
-        if len(self._heads) > self._streams_max:
-            self._heads.popitem(last=False)
+    def record_head(self, head: UploadedHead) -> None:
+        self._heads.put(head.stream_id, head)
 
     def head(self, stream_id: str) -> UploadedHead | None:
-        return self._heads.get(stream_id)
+        return self._heads.peek(stream_id)
 
     @contextmanager
     def timed(self, kind: str) -> Generator[None]:
@@ -83,9 +80,9 @@ class RequestStats:
         try:
             yield
         finally:
-            self.note_time(kind, time.perf_counter() - begun)
+            self.record_time(kind, time.perf_counter() - begun)
 
-    def note_time(self, kind: str, seconds: float) -> None:
+    def record_time(self, kind: str, seconds: float) -> None:
         self._time(RequestTiming(kind, 1, seconds))
 
     def timing(self, kind: str) -> RequestTiming:
@@ -98,7 +95,9 @@ class RequestStats:
     def requests(self, stream_id: str) -> dict[str, Counter[str]]:
         """Counters by artifact. `reads` are all that change nothing."""
         by_artifact: dict[str, Counter[str]] = {}
-        for (artifact, counter), number in self._counts.get(stream_id, Counter[tuple[str, str]]()).items():
+        for (artifact, counter), number in (
+            self._counts.peek(stream_id) or Counter[tuple[str, str]]()
+        ).items():
             counters = by_artifact.setdefault(artifact, Counter())
             counters[counter] += number
             if counter in ("gets", "heads", "lists"):
@@ -118,7 +117,7 @@ class RequestStats:
         self._timings.clear()
         return counts, heads, timings
 
-    def take(
+    def merge(
         self,
         counts: Sequence[RequestCount],
         heads: Sequence[UploadedHead],
@@ -129,16 +128,14 @@ class RequestStats:
         for count in counts:
             self._add(count)
         for head in heads:
-            self.note_head(msgspec.structs.replace(head, at_ns=now_ns))
+            self.record_head(msgspec.structs.replace(head, at_ns=now_ns))
         for timing in timings:
             self._time(timing)
 
     def _add(self, count: RequestCount) -> None:
-        counters = self._counts.setdefault(count.stream_id, Counter())
-        self._counts.move_to_end(count.stream_id)
+        counters = self._counts.pop(count.stream_id) or Counter()
         counters[count.artifact, count.counter] += count.number
-        if len(self._counts) > self._streams_max:
-            self._counts.popitem(last=False)
+        self._counts.put(count.stream_id, counters)
 
 
 def stream_and_artifact(key: str) -> tuple[str, str] | None:
@@ -171,42 +168,42 @@ class CountingObjectStore:
         return self._objects.bytes_in
 
     async def create(self, key: str, data: bytes | memoryview) -> str:
-        self._book.note(key, "puts")
+        self._book.record(key, "puts")
         with self._book.timed("put"):
             return await self._objects.create(key, data)
 
     async def replace(self, key: str, data: bytes, etag: str | None) -> str:
-        self._book.note(key, "puts")
+        self._book.record(key, "puts")
         with self._book.timed("put"):
             recorded = await self._objects.replace(key, data, etag)
         found = stream_and_artifact(key)
         if found is not None and key.endswith("/manifest.json"):
-            self._book.note_head(UploadedHead(found[0], recorded, len(data)))
+            self._book.record_head(UploadedHead(found[0], recorded, len(data)))
         return recorded
 
     async def get(self, key: str) -> tuple[bytes, str]:
-        self._book.note(key, "gets")
+        self._book.record(key, "gets")
         with self._book.timed("get"):
             return await self._objects.get(key)
 
     async def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._book.note(key, "gets")
+        self._book.record(key, "gets")
         with self._book.timed("get"):
             return await self._objects.get_range(key, start, stop)
 
     async def head(self, key: str) -> ObjectInfo:
-        self._book.note(key, "heads")
+        self._book.record(key, "heads")
         with self._book.timed("head"):
             return await self._objects.head(key)
 
     async def list_after(self, prefix: str, after: str = "", limit: int = 1000) -> list[ObjectInfo]:
-        self._book.note(prefix, "lists")
+        self._book.record(prefix, "lists")
         with self._book.timed("list"):
             return await self._objects.list_after(prefix, after, limit)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._book.note(key, "deletes")
+            self._book.record(key, "deletes")
         with self._book.timed("delete"):
             await self._objects.delete(keys)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
@@ -84,8 +84,9 @@ class ColdReader:
         self._work = LoopTasks(loop, COLD_READ_THREADS)
         self.parts = ObjectCache(url, cache_dir, cache_bytes, limits, self._work)
         self._budget = ByteBudget(LOADING_BYTES_MAX)
-        self._footers: OrderedDict[str, Footer] = OrderedDict()
-        self._footer_bytes = 0
+        self._footers: LruCache[str, Footer] = LruCache(
+            size_max=FOOTER_BYTES_MAX, size_of=lambda _, footer: footer.memory_bytes, keep_newest=True
+        )
         self._parsing: SingleFlight[str, Footer] = SingleFlight(self._work)
         self._groups: dict[tuple[str, int], asyncio.Future[SegmentRows]] = {}
 
@@ -98,31 +99,31 @@ class ColdReader:
 
         `footer` is what `write_segment` returned; if it was not stored it is empty, and is fetched.
         """
-        with self._told(prefix + info.key):
+        with self._map_errors(prefix + info.key):
             segment = await self._segment(prefix, info, footer)
             first = segment.footer.find(entry)
-            return await self._wanted(segment, first, segment.footer.reach(first, bytes_ahead))
+            return await self._load_groups(segment, first, segment.footer.reach(first, bytes_ahead))
 
     async def payloads(
         self, prefix: str, info: SegmentInfo, footer: bytes, entries: Sequence[int]
     ) -> dict[int, bytes]:
         """The payloads of some entries of a segment, and nothing else of their row groups."""
-        with self._told(prefix + info.key):
+        with self._map_errors(prefix + info.key):
             segment = await self._segment(prefix, info, footer)
             wanted: dict[int, list[int]] = {}
             for entry in entries:
                 wanted.setdefault(segment.footer.find(entry), []).append(entry)
-            found = await asyncio.gather(*(self._pick(segment, *one) for one in wanted.items()))
+            found = await asyncio.gather(*(self._read_payloads(segment, *one) for one in wanted.items()))
             return {entry: payload for picked in found for entry, payload in picked.items()}
 
     async def first_since(self, prefix: str, info: SegmentInfo, footer: bytes, since_ns: int) -> int:
         """The first entry appended at or after the instant; the one after the segment if there is none."""
-        with self._told(prefix + info.key):
+        with self._map_errors(prefix + info.key):
             segment = await self._segment(prefix, info, footer)
             index = segment.footer.group_since(since_ns)
             if index is None:
                 return info.last + 1
-            (found,) = await self._wanted(segment, index, index)
+            (found,) = await self._load_groups(segment, index, index)
             return found.first + bisect_left(found.times, since_ns)
 
     async def next_with_key(
@@ -132,26 +133,25 @@ class ColdReader:
 
         It is the entry after the segment if no row group can have it.
         """
-        with self._told(prefix + info.key):
+        with self._map_errors(prefix + info.key):
             found = (await self._segment(prefix, info, footer)).footer
             index = found.next_with_key(key, found.find(entry))
             return info.last + 1 if index is None else max(entry, found.group(index).first)
 
     @property
     def footer_bytes(self) -> int:
-        return self._footer_bytes
+        return self._footers.size
 
-    def shed(self) -> None:
+    def evict_all(self) -> None:
         """Evicts all caches."""
         self._footers.clear()
-        self._footer_bytes = 0
 
     async def close(self) -> None:
         await self._work.end()
         await self.parts.close()
 
     @contextmanager
-    def _told(self, key: str) -> Generator[None]:
+    def _map_errors(self, key: str) -> Generator[None]:
         """Maps errors to the one that a reader gets; details are logged for operators."""
         try:
             yield
@@ -169,8 +169,6 @@ class ColdReader:
         footer = self._footers.get(key)
         if footer is None:
             footer = await self._parsing.run(key, lambda: self._load_footer(key, info, stored))
-        else:
-            self._footers.move_to_end(key)
         return _OpenSegment(key, cache_source(key), footer)
 
     async def _load_footer(self, key: str, info: SegmentInfo, stored: bytes) -> Footer:
@@ -187,11 +185,7 @@ class ColdReader:
             footer = await self._work.on_thread(
                 _parse_footer, await self._fetch_footer(key, info.bytes), info
             )
-        self._footers[key] = footer
-        self._footer_bytes += footer.memory_bytes
-        while self._footer_bytes > FOOTER_BYTES_MAX and len(self._footers) > 1:
-            _, old = self._footers.popitem(last=False)
-            self._footer_bytes -= old.memory_bytes
+        self._footers.put(key, footer)
         return footer
 
     async def _fetch_footer(self, key: str, size: int) -> bytes:
@@ -202,7 +196,7 @@ class ColdReader:
 
     # -- row groups ----------------------------------------------------------------------------------------
 
-    async def _wanted(self, segment: _OpenSegment, first: int, last: int) -> list[SegmentRows]:
+    async def _load_groups(self, segment: _OpenSegment, first: int, last: int) -> list[SegmentRows]:
         """Row groups; those that are not being loaded yet are loaded in runs."""
         wanted: list[asyncio.Future[SegmentRows]] = []
         run: list[int] = []
@@ -270,7 +264,9 @@ class ColdReader:
             end += 1
         return cached, _RowGroupRange(whole.segment, whole.indices[at:end], groups[at:end])
 
-    async def _pick(self, segment: _OpenSegment, index: int, entries: Sequence[int]) -> dict[int, bytes]:
+    async def _read_payloads(
+        self, segment: _OpenSegment, index: int, entries: Sequence[int]
+    ) -> dict[int, bytes]:
         stretch = _RowGroupRange(segment, [index], [segment.footer.group(index)])
         pick = partial(stretch.payloads, entries)
         async with self._budget.hold(stretch.part.size + segment.footer.group_bytes(index)):
@@ -298,7 +294,7 @@ class ColdReader:
             else:
                 self.counts.hits += 1
                 return found
-        await self.parts.drop(cached)
+        await self.parts.evict(cached)
         return None
 
     def _read_ahead(self, stretch: _RowGroupRange) -> None:
@@ -307,12 +303,12 @@ class ColdReader:
         footer, first, following = segment.footer, stretch.indices[0], stretch.indices[-1] + 1
         if parts.cache is None or following == footer.count:
             return
-        if first > 0 and not parts.is_near(segment.part(first - 1)):
+        if first > 0 and not parts.is_cached_or_pending(segment.part(first - 1)):
             return
         start = stop = stretch.part.stop
         for index in range(following, footer.count):
             part = segment.part(index)
-            if part.stop - start > READ_AHEAD_BYTES or parts.is_near(part):
+            if part.stop - start > READ_AHEAD_BYTES or parts.is_cached_or_pending(part):
                 break
             stop = part.stop
         if stop > start:

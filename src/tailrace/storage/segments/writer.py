@@ -113,7 +113,7 @@ class _PendingGroup:
     def rows(self) -> int:
         return len(self.times)
 
-    def take(self, run: SegmentRows, start: int, stop: int, separator: int) -> None:
+    def append(self, run: SegmentRows, start: int, stop: int, separator: int) -> None:
         begin = run.ends[start - 1] + separator if start else 0
         end = run.ends[stop - 1]
         ends = integer_array(INT32, memoryview(run.ends)[start:stop], stop - start)
@@ -150,7 +150,7 @@ def _groups(rows: Iterable[SegmentRows], separator: int) -> Iterator[_PendingGro
             if stop == at and group.rows == 0:
                 stop = at + 1
             if stop > at:
-                group.take(run, at, stop, separator)
+                group.append(run, at, stop, separator)
                 at = stop
             if at < count or group.rows == GROUP_ROWS_MAX:
                 yield group
@@ -178,7 +178,7 @@ class _Sink:
         self._held_bytes += len(data)
         return len(data)
 
-    def take(self) -> bytes:
+    def drain(self) -> bytes:
         """Everything since the last time; it is for the caller to put."""
         taken = b"".join(self._pieces)
         self._pieces.clear()
@@ -237,14 +237,14 @@ class _ParquetWriter:
         if self._parquet is None:
             self.first, self.first_ns = group.first, group.times[0]
             self._parquet = _open_writer(self._sink, self._payload, group)
-            self._sink.put(self._sink.take())
+            self._sink.put(self._sink.drain())
         payload = self._payloads(group)
         micros, nanos = _split_times(integer_array(INT64, group.times, count))
         entries = integer_array(INT64, array("q", range(group.first, group.first + count)), count)
         keys = pa.array(group.keys, BINARY) if group.has_keys else pa.nulls(count, BINARY)
         table = pa.table([entries, micros, nanos, keys, payload], schema=self._parquet.schema)
         self._parquet.write_table(table, row_group_size=count)
-        written = self._sink.take()
+        written = self._sink.drain()
         self._sink.put(written)
         self._digests.append(xxhash.xxh3_64_hexdigest(written))
         self.rows += count
@@ -265,7 +265,7 @@ class _ParquetWriter:
         }
         self._parquet.add_key_value_metadata({f"tailrace.{key}": value for key, value in facts.items()})
         self._parquet.close()
-        tail = bytearray(self._sink.take())
+        tail = bytearray(self._sink.drain())
         reader.stamp_checksums(tail)
         self._sink.put(tail)
         return reader.pack_tail(tail)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import orjson
 
 from tailrace.auth import GrantStore, Identity, TokenVerifier
+from tailrace.common.caches import LruCache
 from tailrace.common.logging_setup import log_fields
 from tailrace.routing.context import Context
 from tailrace.watch.access_rules import AccessRules
@@ -134,7 +135,7 @@ class Gateway:
         self.resyncs: Counter[str] = Counter()
         self.resumes: Counter[tuple[str, str]] = Counter()  # by result and by the tier read from
         self.auth_failures: Counter[str] = Counter()
-        self._recent: dict[bytes, tuple[float, bytes]] = {}
+        self._recent: LruCache[bytes, tuple[float, bytes]] = LruCache(entries_max=RECENT_QUERIES)
         self._matched_ahead: dict[Change, MatchResult[Subscription]] = {}  # results of the current page
         self._matched_each_s = 0.0
         self._refill_pending = False
@@ -344,10 +345,7 @@ class Gateway:
 
     def cache_query(self, query_hash: bytes, query: object) -> None:
         """Remember a query, so that a client that reconnects soon can resume with its token only."""
-        self._recent.pop(query_hash, None)
-        self._recent[query_hash] = (self.context.loop.time(), orjson.dumps(query))
-        while len(self._recent) > RECENT_QUERIES:
-            del self._recent[next(iter(self._recent))]
+        self._recent.put(query_hash, (self.context.loop.time(), orjson.dumps(query)))
 
     def cached_query(self, query_hash: bytes) -> bytes | None:
         found = self._recent.get(query_hash)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from tailrace.common.caches import LruCache
 from tailrace.common.logging_setup import log_fields
 from tailrace.routing.context import Context
 from tailrace.watch.cel import expression_shape
@@ -236,7 +237,7 @@ class CostSampler:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._logged_at: dict[str, float] = {}
-        self._replays: dict[bytes, deque[float]] = {}
+        self._replays: LruCache[bytes, deque[float]] = LruCache(entries_max=REPLAYS_TRACKED)
         self.slow = 0
 
     def _is_due(self, kind: str) -> bool:
@@ -286,11 +287,9 @@ class CostSampler:
         """Detect a client that resumes again and again."""
         now = self._loop.time()
         key = subscription.query_hash + subscription.id.encode()
-        times = self._replays.pop(key, None) or deque[float](maxlen=REPLAYS_MANY + 1)
+        times = self._replays.pop(key) or deque[float](maxlen=REPLAYS_MANY + 1)
         times.append(now)
-        self._replays[key] = times
-        while len(self._replays) > REPLAYS_TRACKED:
-            del self._replays[next(iter(self._replays))]
+        self._replays.put(key, times)
         if len(times) > REPLAYS_MANY and now - times[0] <= REPLAYS_S and self._is_due("replays"):
             samples_logger.info(
                 "subscription resumed often",

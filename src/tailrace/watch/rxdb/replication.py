@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from tailrace.auth import Identity
+from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import TaskSet
 from tailrace.log.transaction import Transaction
@@ -204,7 +205,7 @@ class Replication:
         self.resyncs = 0
         self._signer: TokenSigner | None = None
         self._creating_key = False
-        self._batches: dict[tuple[object, ...], FeedBatch] = {}
+        self._batches: LruCache[tuple[object, ...], FeedBatch] = LruCache(entries_max=BATCHES_CACHED_MAX)
 
     # -- cursors ---------------------------------------------------------------------------------------
 
@@ -325,9 +326,7 @@ class Replication:
             pages = self.pages(identity, collection, shape)
             found = await pages.batch(cursor, limit, self.limits.watch_snapshot_bytes)
             if not cursor.began and not cursor.held and key == _batch_key(collection, cursor, shape, limit):
-                self._batches[key] = found
-                while len(self._batches) > BATCHES_CACHED_MAX:
-                    del self._batches[next(iter(self._batches))]
+                self._batches.put(key, found)
         return found
 
     def push(
