@@ -25,6 +25,7 @@ from tailrace.auth.tokens import LEEWAY_S, TIME_S_MAX, Identity
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.private_files import replace_file
 
 REVOKED_MAX: Final = 50_000
 REVOCATION_HASH_DIGITS: Final = 32
@@ -194,23 +195,7 @@ class IdentityFile:
     def _replace(self, content: bytes) -> None:
         if len(content) > IDENTITY_FILE_BYTES_MAX:
             raise ValueError(f"larger than {IDENTITY_FILE_BYTES_MAX} bytes")
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(fd, "wb") as opened:
-                self._keep_owner(fd)
-                opened.write(content)
-                opened.flush()
-                os.fsync(fd)
-            temporary.rename(self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        replace_file(self.path, content, prepare=self._keep_owner)
 
     def _keep_owner(self, fd: int, least: int = 0) -> None:
         """Give the new file the owner and mode of the old one: a command run as root locks out no server.

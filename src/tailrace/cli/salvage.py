@@ -106,7 +106,7 @@ def _layout(old: Path, report: SalvageReport) -> Layout:
 def _finish(partial: Path, new: Path, layout: Layout) -> None:
     """Rename the copy when all of it is durable."""
     from tailrace.cluster.layout import write_layout
-    from tailrace.storage.data_directory import sync_directory
+    from tailrace.common.private_files import sync_directory
 
     if layout.generation:
         write_layout(partial, layout)

@@ -15,8 +15,9 @@ from typing import Final
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.private_files import replace_file, sync_directory
 from tailrace.common.settings import Settings
-from tailrace.storage.data_directory import make_directory, sync_directory, write_file_durably
+from tailrace.storage.data_directory import make_directory
 
 LAYOUT_FILE: Final = "workers.json"
 WORKERS_DIRECTORY: Final = "workers"
@@ -64,7 +65,7 @@ def worker_paths(root: Path) -> list[Path]:
 
 def write_layout(root: Path, layout: Layout) -> None:
     """Switch to this generation."""
-    write_file_durably(root / LAYOUT_FILE, msgspec.json.encode(layout).decode() + "\n")
+    replace_file(root / LAYOUT_FILE, msgspec.json.encode(layout) + b"\n")
 
 
 def create_worker_directories(root: Path, layout: Layout, deployment: str) -> None:
@@ -76,7 +77,7 @@ def create_worker_directories(root: Path, layout: Layout, deployment: str) -> No
         path = layout.path(root, index)
         make_directory(path)
         if layout.generation:
-            write_file_durably(path / "deployment", deployment + "\n")
+            replace_file(path / "deployment", deployment.encode() + b"\n")
 
 
 def refuse_leftover_generation(root: Path, layout: Layout) -> None:

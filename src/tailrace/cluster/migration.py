@@ -37,13 +37,14 @@ from tailrace.cluster.system_streams import FORWARDED_STREAMS, SYSTEM_STREAMS
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.private_files import sync_directory
 from tailrace.common.settings import Settings
 from tailrace.log import segment_catalogue
 from tailrace.log.listing import REGISTRY_SNAPSHOT_DUE
 from tailrace.log.recovery import replay_journal, sync_tail
 from tailrace.log.stored_streams import StoredStreams, StreamImage, decode_stream
 from tailrace.storage.checkpointer import checkpoint_file, write_fork_rows
-from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
+from tailrace.storage.data_directory import DataDirectory, make_directory
 from tailrace.storage.hot_store.database import Execute, HotDatabase
 from tailrace.storage.hot_store.tables import MetaTables
 from tailrace.watch.service import VIEW_FILE as VIEW

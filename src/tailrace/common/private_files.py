@@ -6,6 +6,7 @@ They are apart from the data directory because an edge uses them without knowing
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -46,3 +47,33 @@ def create_private_file(path: Path) -> BinaryIO:
 def open_lock_file(path: Path) -> BinaryIO:
     """Open a lock file, creating it if needed."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE), "r+b")
+
+
+def replace_file(path: Path, content: bytes, *, prepare: Callable[[int], None] | None = None) -> None:
+    """Replace a file durably: after a crash it has the old content or the new one.
+
+    `prepare` gets the descriptor of the new file before there is anything in it.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with create_private_file(temporary) as opened:
+            if prepare is not None:
+                prepare(opened.fileno())
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tailrace.common.errors import TailraceError
+from tailrace.common.private_files import replace_file
 
 
 class Certificate:
@@ -73,8 +74,8 @@ def self_signed_certificate(directory: Path, host: str) -> tuple[Path, Path]:
                 serialization.PrivateFormat.PKCS8,
                 serialization.NoEncryption(),
             )
-            _write(key_file, encoded)
-            _write(cert_file, _certificate(key, wanted).public_bytes(serialization.Encoding.PEM))
+            replace_file(key_file, encoded)
+            replace_file(cert_file, _certificate(key, wanted).public_bytes(serialization.Encoding.PEM))
     return cert_file, key_file
 
 
@@ -124,13 +125,3 @@ def _certificate(key: ec.EllipticCurvePrivateKey, names: list[x509.GeneralName])
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(key, hashes.SHA256())
     )
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a file that only its owner can ever read."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "wb") as opened:
-        opened.write(content)
-    temporary.replace(file)

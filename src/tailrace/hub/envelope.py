@@ -121,12 +121,12 @@ def _exceeds_depth(frame: bytes) -> bool:
     return brackets.count(b"[") == brackets.count(b"]") > 0
 
 
-def _refuse_constant(text: str) -> NoReturn:
+def refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
 # Numbers are skipped, not converted, however long they are.
-_value_decoder: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_refuse_constant)
+_value_decoder: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=refuse_constant)
 
 
 def scan_members(frame: bytes, *, twice: bool = False) -> dict[str, Raw]:

@@ -12,12 +12,12 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterable
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, cast
 
 import msgspec
 import rfc8785
 
-from tailrace.hub.envelope import compact_json, scan_members
+from tailrace.hub.envelope import compact_json, refuse_constant, scan_members
 from tailrace.hub.errors import HubError
 
 
@@ -39,13 +39,9 @@ def _unique_members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")
-
-
 # Every number is read as a double, as JavaScript does.
 _decoder: Final = json.JSONDecoder(
-    object_pairs_hook=_unique_members, parse_int=float, parse_float=float, parse_constant=_refuse_constant
+    object_pairs_hook=_unique_members, parse_int=float, parse_float=float, parse_constant=refuse_constant
 )
 
 

@@ -32,7 +32,7 @@ import google_crc32c
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
-from tailrace.storage.data_directory import sync_directory
+from tailrace.common.private_files import sync_directory
 
 MAGIC = b"TRJRNL01"
 HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, crc, seq, id, previous seq, previous end, created ns

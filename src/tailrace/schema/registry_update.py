@@ -101,7 +101,7 @@ def _repeats_current(registry: Registry, update: RegistryUpdate, members: dict[s
     """Whether the body repeats the update to the current version, as clients do when they start."""
     before = registry.version - 1
     if (
-        not _equal(update.schema, registry.schemas[registry.version])
+        not json_equal(update.schema, registry.schemas[registry.version])
         or update.routing_key not in (UNSET, registry.routing_key)
         or update.search not in (UNSET, registry.search)
     ):
@@ -113,10 +113,10 @@ def _repeats_current(registry: Registry, update: RegistryUpdate, members: dict[s
         return False
     if before:
         resolve_lens_defaults(lens.ops, cast("list[object]", lens.document["ops"]))
-    return _equal(lens.document, registry.lenses.get(before))
+    return json_equal(lens.document, registry.lenses.get(before))
 
 
-def _equal(one: object, other: object) -> bool:
+def json_equal(one: object, other: object) -> bool:
     """Equality of JSON values: true is not 1, and the order of keys does not matter."""
     return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")
 

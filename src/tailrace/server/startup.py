@@ -28,7 +28,7 @@ from tailrace.routing.context import Context
 from tailrace.schema.append_validation import PROFILE_DOCUMENT
 from tailrace.schema.profiles.profile import GENERIC, Profile, parse_profile, profile_document, read_profile
 from tailrace.schema.registry import Registry, read_registry
-from tailrace.schema.registry_update import decide_update
+from tailrace.schema.registry_update import decide_update, json_equal
 from tailrace.schema.routes import prepare_registry_update, profile_changes, registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.language import check_rollup_includes
@@ -198,7 +198,7 @@ class DeclaredStreamInstaller:
             raise SettingsError(f"a schema requires application/json, the stream has {stream.content_type}")
         is_new = not registry.version and registry.routing_key is None
         if registry.version and "schema" in update:
-            if not _json_equal(update.pop("schema"), registry.schemas[registry.version]):
+            if not json_equal(update.pop("schema"), registry.schemas[registry.version]):
                 raise SettingsError(
                     "the stream exists with another schema; use `tailrace schema evolve` for a new version"
                 )
@@ -217,8 +217,3 @@ class DeclaredStreamInstaller:
 
 def _parse_window_s(value: str | int | None, what: str) -> int | None:
     return None if value is None else parse_duration_s(str(value), what)
-
-
-def _json_equal(one: object, other: object) -> bool:
-    """Equal as JSON; the order of keys does not matter."""
-    return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")

@@ -26,6 +26,7 @@ from tailrace.common import failpoints
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.private_files import sync_directory
 from tailrace.common.settings import Settings
 from tailrace.common.tasks import TaskSet, run_all
 from tailrace.log import system_streams
@@ -33,7 +34,7 @@ from tailrace.log.journal import JournalCorruptError, list_files
 from tailrace.log.model import Tombstone
 from tailrace.log.recovery import ReplayResult, replay_journal
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.data_directory import DataDirectory, make_directory, sync_directory
+from tailrace.storage.data_directory import DataDirectory, make_directory
 from tailrace.storage.hot_store.tables import SUBSCRIPTION_PREFIX
 from tailrace.storage.manifests.model import HEAD_KEY, ManifestError, ManifestHead, decode_manifest
 from tailrace.storage.manifests.store import StoredHead, TakeoverManifestStore

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tailrace.common import private_files
 from tailrace.common.errors import TailraceError
+from tailrace.common.private_files import replace_file, sync_directory
 
 DIRECTORY_VERSION = 1
 # The streams are in the directories of several workers, where an older server would not find them.
@@ -60,7 +61,7 @@ class DataDirectory:
     def _check_version(self) -> None:
         file = self.path / "VERSION"
         if not file.exists():
-            write_file_durably(file, f"{DIRECTORY_VERSION}\n")
+            replace_file(file, b"%d\n" % DIRECTORY_VERSION)
             return
         found = file.read_text().strip()
         if not found.isdigit() or int(found) > DIRECTORY_VERSION_SHARED:
@@ -72,29 +73,18 @@ class DataDirectory:
 
     def become_shared(self) -> None:
         """From now on only servers that support workers may use the directory."""
-        write_file_durably(self.path / "VERSION", f"{DIRECTORY_VERSION_SHARED}\n")
+        replace_file(self.path / "VERSION", b"%d\n" % DIRECTORY_VERSION_SHARED)
 
     def become_new(self) -> None:
         """A new identity: a server with the old one becomes another deployment."""
-        write_file_durably(self.path / "deployment", secrets.token_hex(8) + "\n")
+        replace_file(self.path / "deployment", _new_deployment())
         self.deployment = self._deployment()
 
     def _deployment(self) -> str:
         file = self.path / "deployment"
         if not file.exists():
-            write_file_durably(file, secrets.token_hex(8) + "\n")
+            replace_file(file, _new_deployment())
         return file.read_text().strip()
-
-
-def write_file_durably(file: Path, text: str) -> None:
-    """Writes a file atomically: after a crash it is complete or absent."""
-    temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.rename(file)
-    sync_directory(file.parent)
 
 
 def make_directory(path: Path) -> None:
@@ -103,9 +93,5 @@ def make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _new_deployment() -> bytes:
+    return secrets.token_hex(8).encode() + b"\n"

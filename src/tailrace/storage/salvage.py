@@ -19,12 +19,13 @@ from typing import Final, cast
 import apsw
 import msgspec
 
+from tailrace.common.private_files import sync_directory
 from tailrace.log.journal_salvage import SalvagedFile, files_after, read_pieces, readable_blocks
 from tailrace.log.model import NO_LIFETIME, Block, Stream
 from tailrace.log.records import UNREADABLE_ERRORS, Append, Create, Meta, Op, Recorded, Sealed, decode_record
 from tailrace.log.stored_streams import StoredStreams, decode_block, decode_stream
 from tailrace.storage.checkpointer import FileCheckpoint
-from tailrace.storage.data_directory import make_directory, sync_directory
+from tailrace.storage.data_directory import make_directory
 from tailrace.storage.hot_store.database import BlockRow, Execute, HotDatabase
 from tailrace.storage.restore import raise_epoch
 from tailrace.storage.retention import put_due, put_stream

@@ -177,7 +177,7 @@ def new_token_key() -> bytes:
 
 def issue_wake_token(key: bytes, subscription: str, generation: int, now_ms: int) -> str:
     payload = msgspec.msgpack.encode(WakeToken(subscription, generation, now_ms + TOKEN_LIFETIME_MS))
-    return f"{_encode(payload)}.{_encode(_token_mac(key, payload))}"
+    return f"{_base64url(payload)}.{_base64url(_token_mac(key, payload))}"
 
 
 def read_wake_token(key: bytes, token: bytes, subscription: str) -> WakeToken:
@@ -223,14 +223,10 @@ def _token_mac(key: bytes, payload: bytes) -> bytes:
     return hmac.digest(key, _TOKEN_CONTEXT + payload, hashlib.sha256)
 
 
-def _encode(raw: bytes) -> str:
-    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
-
-
 def _decode_base64url(text: bytes) -> bytes:
     # Strict: each token has one valid encoding.
     raw = base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    if _encode(raw).encode() != text:
+    if _base64url(raw).encode() != text:
         raise ValueError("not canonical")
     return raw
 

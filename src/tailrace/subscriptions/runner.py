@@ -162,7 +162,7 @@ class SubscriptionRunner:
         if self._jobs:
             return self._jobs.popleft()
         step = self._own_step()
-        return SubscriptionJob(_always(step), _ignore_outcome) if step.changes else None
+        return SubscriptionJob(_always(step), ignore_outcome) if step.changes else None
 
     def _own_step(self) -> Step:
         now_ms = self._host.now_ms()
@@ -309,5 +309,5 @@ def _always(step: Step) -> Decide:
     return decide
 
 
-def _ignore_outcome(_step: Step, _error: TailraceError | None) -> None:
+def ignore_outcome(_step: Step, _error: TailraceError | None) -> None:
     """For the server's own work: a step that was not saved is decided again."""

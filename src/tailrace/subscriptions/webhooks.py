@@ -24,7 +24,7 @@ from tailrace.subscriptions import keys as tokens
 from tailrace.subscriptions import ssrf, state_machine, views
 from tailrace.subscriptions.keys import ServerKeys
 from tailrace.subscriptions.model import Wake
-from tailrace.subscriptions.runner import SubscriptionJob, SubscriptionRunner
+from tailrace.subscriptions.runner import SubscriptionJob, SubscriptionRunner, ignore_outcome
 from tailrace.subscriptions.ssrf import WebhookTarget
 from tailrace.subscriptions.state_machine import Step
 
@@ -227,7 +227,7 @@ class WebhookSender:
             jitter = random.uniform(-1, 1)  # noqa: S311 (spreads retries, not a secret)
             return state_machine.delivery_failed(sub, wake.generation, now_ms, jitter)
 
-        runner.submit(SubscriptionJob(decide, _ignore_outcome, must_succeed=True))
+        runner.submit(SubscriptionJob(decide, ignore_outcome, must_succeed=True))
 
     async def _post(
         self, runner: SubscriptionRunner, wake: Wake, traced: WebhookSpan | None
@@ -258,7 +258,3 @@ class WebhookSender:
 
 def new_wake_id() -> str:
     return f"w_{secrets.token_urlsafe(12)}"
-
-
-def _ignore_outcome(_step: Step, _error: TailraceError | None) -> None:
-    """Only the state machine needs the outcome."""

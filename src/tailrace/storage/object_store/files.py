@@ -23,7 +23,7 @@ from typing import Final, NoReturn, TypeVar
 
 import xxhash
 
-from tailrace.storage.data_directory import sync_directory
+from tailrace.common.private_files import sync_directory
 from tailrace.storage.object_store.interface import (
     PRIVATE_DIRECTORY,
     ObjectConflictError,

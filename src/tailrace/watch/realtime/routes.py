@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any, Final, TypedDict, cast
 from urllib.parse import parse_qs
 
@@ -10,6 +11,7 @@ import orjson
 
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common.errors import TailraceError
+from tailrace.common.token_bucket import Rate, TokenBucket
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange, ResponseStream
 from tailrace.http.websocket import WebSocketConnection
@@ -33,8 +35,7 @@ from tailrace.watch.resume_tokens import Ticket
 from tailrace.watch.rxdb.websocket import stop_stream
 
 SUBPROTOCOL: Final = b"tailrace.v1"
-MESSAGES_PER_S: Final = 50
-MESSAGES_BURST: Final = 200
+MESSAGE_RATE: Final = Rate(per_s=50, burst=200)
 BAD_IN_A_ROW: Final = 3
 LIMITED_IN_A_ROW: Final = 20
 SSE_SUBSCRIPTIONS_MAX: Final = 20
@@ -102,8 +103,7 @@ class WebSocketHandler:
         self.session: RealtimeSession | None = None
         self._bad = 0
         self._limited = 0
-        self._allowance = float(MESSAGES_BURST)
-        self._refilled_at = gateway.context.loop.time()
+        self._message_rate = TokenBucket(MESSAGE_RATE, time.monotonic_ns())
 
     def on_message(self, data: bytes, is_text: bool) -> None:
         session = self.session
@@ -130,11 +130,7 @@ class WebSocketHandler:
             session.send_error(message_id, error.code, error.message, retry_after_ms=retry)
 
     def _within_rate(self, session: RealtimeSession) -> bool:
-        now = self._gateway.context.loop.time()
-        self._allowance = min(MESSAGES_BURST, self._allowance + (now - self._refilled_at) * MESSAGES_PER_S)
-        self._refilled_at = now
-        if self._allowance >= 1:
-            self._allowance -= 1
+        if not self._message_rate.take(time.monotonic_ns()):
             self._limited = 0
             return True
         self._limited += 1

@@ -306,7 +306,7 @@ class Replication:
             if request.checkpoint is not None and request.checkpoint.cursor is not None:
                 raise checkpoints.checkpoint_expired("the collection was deleted")
             empty = orjson.dumps({"documents": [], "checkpoint": request.raw_checkpoint})
-            return PullResult(_single_piece(head + empty + tail), None)
+            return PullResult(single_piece(head + empty + tail), None)
         if collection.state not in READABLE_STATES:
             raise TailraceError("unavailable", f"the collection is {collection.state}, retry later")
         pages = self.pages(identity, collection, request.shape)
@@ -429,7 +429,7 @@ class Replication:
             self._timer = None
 
 
-async def _single_piece(body: bytes) -> AsyncIterator[bytes]:
+async def single_piece(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 

@@ -35,7 +35,7 @@ from tailrace.watch.realtime.subscription import MessageRefusedError, check_subs
 from tailrace.watch.rxdb.feed import POLL_S, DocumentShape, ReplicationFeed, ReplicationTransport
 from tailrace.watch.rxdb.http_routes import SHAPE_PARAMS, read_limit, read_params, read_shape
 from tailrace.watch.rxdb.protocol import read_checkpoint, read_push_rows
-from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication
+from tailrace.watch.rxdb.replication import LIMIT_DEFAULT, LIMIT_MAX, PullRequest, Replication, single_piece
 
 logger = logging.getLogger("tailrace.watch")
 
@@ -334,7 +334,7 @@ class ReplicationSocket(ReplicationTransport):
                 )
             )
             conflicts = await settled
-            await self._send_pieces(_single_piece(_response_head(call) + orjson.dumps(conflicts) + b"}"))
+            await self._send_pieces(single_piece(_response_head(call) + orjson.dumps(conflicts) + b"}"))
 
     def _follow(self, name: str) -> None:
         """Start the feed of a collection; repeating it has no effect."""
@@ -352,7 +352,7 @@ class ReplicationSocket(ReplicationTransport):
 
     async def send(self, feed: ReplicationFeed, result: bytes, pos: str | None) -> None:
         head = b'{"id":"stream","collection":%b,"result":' % orjson.dumps(feed.name)
-        await self._send_message(_single_piece(head + result + b"}"))
+        await self._send_message(single_piece(head + result + b"}"))
 
     async def _send_message(self, pieces: AsyncIterator[bytes]) -> None:
         """Send one message, a frame per piece, at the pace of the client."""
@@ -392,10 +392,6 @@ def _is_auth_frame(data: bytes) -> bool:
 
 def _response_head(call: ReplicationCall) -> bytes:
     return b'{"id":%b,"collection":%b,"result":' % (orjson.dumps(call.id), orjson.dumps(call.collection))
-
-
-async def _single_piece(body: bytes) -> AsyncIterator[bytes]:
-    yield body
 
 
 class ReplicationSocketRoute:

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from tailrace.common.errors import TailraceError
+from tailrace.schema.json_values import invalid_request
 from tailrace.watch import names
 from tailrace.watch.sources.model import SourceError
 
@@ -126,27 +127,27 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_source_name(name: str) -> str:
     if not _NAME.match(name):
-        raise _invalid("the name of a source must be a letter a-z and up to 62 of a-z, 0-9, '_', '-'")
+        raise invalid_request("the name of a source must be a letter a-z and up to 62 of a-z, 0-9, '_', '-'")
     return name
 
 
 def read_source_config(database: str, name: str, value: dict[str, Any]) -> SourceConfig:
     """Parse and validate a configuration; missing members get defaults."""
     if unknown := sorted(set(value) - _MEMBERS):
-        raise _invalid(f"unknown member {unknown[0]!r}")
+        raise invalid_request(f"unknown member {unknown[0]!r}")
     if value.get("name", name) != name:
-        raise _invalid("name must equal the name in the path")
+        raise invalid_request("name must equal the name in the path")
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _MEMBERS_BY_KIND:
-        raise _invalid("kind must be postgres, mongo or stream")
+        raise invalid_request("kind must be postgres, mongo or stream")
     if unknown := sorted(set(value) - _COMMON_MEMBERS - _MEMBERS_BY_KIND[kind]):
-        raise _invalid(f"a source of kind {kind} must not have {unknown[0]}")
+        raise invalid_request(f"a source of kind {kind} must not have {unknown[0]}")
     slot = value.get("slot", _default_slot(database, name))
     if not isinstance(slot, str) or not _SLOT.match(slot):
-        raise _invalid("slot must be 1 to 63 of a-z, 0-9 and '_'")
+        raise invalid_request("slot must be 1 to 63 of a-z, 0-9 and '_'")
     publication = value.get("publication", "tailrace")
     if not isinstance(publication, str) or not 1 <= len(publication.encode()) <= 63 or "\0" in publication:
-        raise _invalid("publication must be a name of 1 to 63 bytes")
+        raise invalid_request("publication must be a name of 1 to 63 bytes")
     batch = _read_object(value, "batch", {"maxChanges", "maxBytes"})
     limits = _read_object(value, "limits", {"eventsPerSecond", "bytesPerSecond"})
     return SourceConfig(
@@ -172,7 +173,9 @@ def _default_slot(database: str, name: str) -> str:
 
 
 def _read_secret(value: object) -> SecretRef:
-    wrong = _invalid('dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}')
+    wrong = invalid_request(
+        'dsn names where the connection string is: {"env": "PG_DSN"} or {"file": "/path"}'
+    )
     if not isinstance(value, dict) or len(cast("dict[str, Any]", value)) != 1:
         raise wrong
     found = cast("dict[str, Any]", value)
@@ -186,19 +189,19 @@ def _read_secret(value: object) -> SecretRef:
 
 def _read_stream(value: object) -> str:
     if not isinstance(value, str) or not 1 <= len(value.encode()) <= 1024 or value.startswith("__"):
-        raise _invalid("stream must be the name of a stream of this server")
+        raise invalid_request("stream must be the name of a stream of this server")
     return value
 
 
 def _read_tables(value: object, kind: str) -> tuple[TableMapping, ...]:
     if not isinstance(value, dict) or not value:
-        raise _invalid('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
+        raise invalid_request('collections is {"schema.table": {"collection": "...", "key": ["..."]}, ...}')
     items = cast("dict[str, Any]", value)
     if len(items) > TABLES_MAX:
-        raise _invalid(f"a source may have at most {TABLES_MAX} collections")
+        raise invalid_request(f"a source may have at most {TABLES_MAX} collections")
     found = tuple(_table_mapping(table, item, kind) for table, item in items.items())
     if len({one.collection for one in found}) != len(found):
-        raise _invalid("tables must have different collections")
+        raise invalid_request("tables must have different collections")
     return found
 
 
@@ -206,49 +209,45 @@ def _table_mapping(table: str, value: Any, kind: str) -> TableMapping:
     schema, dot, name = table.partition(".")
     if len(table) > 200 or "\0" in table or (kind != "stream" and not (dot and schema and name)):
         form = "database.collection" if kind == "mongo" else "schema.table"
-        raise _invalid(f"{table[:80]!r} must have the form {form}")
+        raise invalid_request(f"{table[:80]!r} must have the form {form}")
     known = {"collection", "key", "partitions"} if kind == "postgres" else {"collection", "partitions"}
     if not isinstance(value, dict) or not set(cast("dict[str, Any]", value)) <= known:
-        raise _invalid(f"{table}: must be an object of {', '.join(sorted(known))}")
+        raise invalid_request(f"{table}: must be an object of {', '.join(sorted(known))}")
     item = cast("dict[str, Any]", value)
     collection, key, partitions = item.get("collection"), item.get("key", []), item.get("partitions")
     if not isinstance(collection, str):
-        raise _invalid(f"{table}: collection must be the name of a collection")
+        raise invalid_request(f"{table}: collection must be the name of a collection")
     columns: list[Any] = cast("list[Any]", key) if isinstance(key, list) else [None]
     if len(columns) > KEY_COLUMNS_MAX or not all(isinstance(one, str) and one for one in columns):
-        raise _invalid(f"{table}: key must be a list of columns")
+        raise invalid_request(f"{table}: key must be a list of columns")
     if len(set(columns)) != len(columns):
-        raise _invalid(f"{table}: key names a column twice")
+        raise invalid_request(f"{table}: key names a column twice")
     if partitions is not None and (
         type(partitions) is not int or not 1 <= partitions <= names.PARTITIONS_MAX
     ):
-        raise _invalid(f"{table}: partitions must be 1 to {names.PARTITIONS_MAX}")
+        raise invalid_request(f"{table}: partitions must be 1 to {names.PARTITIONS_MAX}")
     return TableMapping(table, names.check_collection(collection), tuple(columns), partitions)
 
 
 def _read_object(value: dict[str, Any], name: str, known: set[str]) -> dict[str, Any]:
     found = value.get(name, {})
     if not isinstance(found, dict) or not set(cast("dict[str, Any]", found)) <= known:
-        raise _invalid(f"{name} must be an object of {' and '.join(sorted(known))}")
+        raise invalid_request(f"{name} must be an object of {' and '.join(sorted(known))}")
     return cast("dict[str, Any]", found)
 
 
 def _read_number(value: dict[str, Any], name: str, default: int, most: int) -> int:
     found = value.get(name, default)
     if type(found) is not int or not 1 <= found <= most:
-        raise _invalid(f"{name} must be 1 to {most}")
+        raise invalid_request(f"{name} must be 1 to {most}")
     return found
 
 
 def _read_choice(value: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
     found = value.get(name, choices[0])
     if found not in choices:
-        raise _invalid(f"{name} must be {' or '.join(choices)}")
+        raise invalid_request(f"{name} must be {' or '.join(choices)}")
     return found
-
-
-def _invalid(message: str) -> TailraceError:
-    return TailraceError("invalid_request", message)
 
 
 # Variables of the server and its object store: usable only with a pattern that starts with one of these.
