@@ -227,13 +227,13 @@ class LogHarness:
         """Brings manifests up to date and deletes the objects of removed streams."""
         cold = self.log.store.db.cold
         stale = [number for number, _ in cold.stale_heads(0, 100)]
-        graves = [grave.number for grave in cold.graves(0, 100)]
+        deleted = [row.number for row in cold.deleted_streams(0, 100)]
         if stale:
             report = self._ask("heads", stale)
             heads = [head for head in report.done if head[1]]
             self.call(self.log.record_objects, Recorded(report.as_of, heads, []))
-        if graves:
-            self._ask("bury", graves)
+        if deleted:
+            self._ask("bury", deleted)
             self.call(self.log.record_objects, Recorded(0, [], graves))
         self.settle()
 
