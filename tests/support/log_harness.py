@@ -234,7 +234,7 @@ class LogHarness:
             self.call(self.log.record_objects, Recorded(report.as_of, heads, []))
         if deleted:
             self._ask("bury", deleted)
-            self.call(self.log.record_objects, Recorded(0, [], graves))
+            self.call(self.log.record_objects, Recorded(0, [], deleted))
         self.settle()
 
     def trim(self, stream: Stream) -> None:
