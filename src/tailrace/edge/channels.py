@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from tailrace.common.errors import TailraceError
 from tailrace.common.tasks import wait_event
 from tailrace.edge.context import EdgeContext
+from tailrace.edge.reconnect import RAMP_S, ReconnectBackoff
 from tailrace.edge.requests import build_request, build_stream_target
 from tailrace.edge.stream_info import StreamInfoCache
 from tailrace.edge.upstream_feed import (
@@ -28,7 +29,7 @@ from tailrace.edge.upstream_feed import (
     open_feed,
     read_answer,
 )
-from tailrace.edge.upstreams import RAMP_S, ReconnectBackoff, Upstream
+from tailrace.edge.upstreams import Upstream
 from tailrace.http.client import UpstreamLostError, UpstreamResponse
 from tailrace.protocol import offsets
 from tailrace.protocol.http_headers import is_text
@@ -114,7 +115,7 @@ class Channel:
         self._feed: UpstreamFeed | None = None
         self._upstream: Upstream | None = None  # of the socket
         self._opened_at = 0.0
-        self._setbacks = ReconnectBackoff()
+        self._reconnects = ReconnectBackoff()
         self.authorization: bytes | None = None  # the Authorization of the socket
         self._hold: asyncio.Task[None] | None = None  # ends the channel if the upstream stays away
         self._round: list[ChannelReader] = []
@@ -300,7 +301,7 @@ class Channel:
         self._context.telemetry.edge_reconnects.add(reason)
         if self._hold is None:
             self._hold = self._context.loop.create_task(self._hold_readers())
-        first = self._setbacks.note_ended(self._context.loop.time() - self._opened_at)
+        first = self._reconnects.record_close(self._context.loop.time() - self._opened_at)
         at_once = first and code in (CLOSE_GOING_AWAY, CLOSE_NOT_ALLOWED)
         self._task = self._context.loop.create_task(self._reopen(at_once=at_once))
 
@@ -319,9 +320,9 @@ class Channel:
                 self._note_failure()
             except TailraceError as refusal:
                 if refusal.code == "overloaded":  # else no upstream is usable, and `_pause` waits
-                    self._setbacks.note()
+                    self._reconnects.record_refusal()
             except UpstreamRefusedError as refused:
-                self._setbacks.note()
+                self._reconnects.record_refusal()
                 status = refused.refusal.status
                 if status in (400, 404, 410):
                     self._finish(CLOSE_GONE if status != 400 else CLOSE_GOING_AWAY)
@@ -368,7 +369,7 @@ class Channel:
             await asyncio.sleep(SHUT_S)  # no upstream is usable
         else:
             await upstream.pause()
-            await self._setbacks.pause()
+            await self._reconnects.pause()
 
     def _note_failure(self) -> None:
         try:

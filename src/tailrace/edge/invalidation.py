@@ -17,6 +17,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.edge.context import EdgeContext
+from tailrace.edge.reconnect import ReconnectBackoff
 from tailrace.edge.requests import build_request
 from tailrace.edge.upstream_feed import (
     FeedMessage,
@@ -25,7 +26,7 @@ from tailrace.edge.upstream_feed import (
     open_feed,
     read_answer,
 )
-from tailrace.edge.upstreams import ReconnectBackoff, Upstream
+from tailrace.edge.upstreams import Upstream
 from tailrace.http.client import UpstreamLostError
 
 logger = logging.getLogger("tailrace.edge")
@@ -71,7 +72,7 @@ class UpstreamRegistry:
         self.since = float("inf")  # loop time since which no event was missed
         self._offset = ""
         self._ended = asyncio.Event()
-        self._setbacks = ReconnectBackoff()
+        self._reconnects = ReconnectBackoff()
 
     async def run(self) -> None:
         while True:
@@ -88,13 +89,13 @@ class UpstreamRegistry:
                 continue
             except TailraceError as refusal:  # requests of clients have filled the queue
                 logger.debug("registry feed unavailable", extra=log_fields(error=refusal.message))
-                self._setbacks.note()
-                await self._setbacks.pause()
+                self._reconnects.record_refusal()
+                await self._reconnects.pause()
                 continue
             opened_at = self._context.loop.time()
             await self._watch(feed)
-            self._setbacks.note_ended(self._context.loop.time() - opened_at)
-            await self._setbacks.pause()
+            self._reconnects.record_close(self._context.loop.time() - opened_at)
+            await self._reconnects.pause()
 
     async def _open(self) -> UpstreamFeed:
         context = self._context

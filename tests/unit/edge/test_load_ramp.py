@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from tailrace.common.limits import Limits
+from tailrace.edge.reconnect import FIRST_SHARE, OPENING_MAX, RAMP_S, LoadRamp, OpenLimiter
 from tailrace.edge.upstream_pool import parse_upstreams
-from tailrace.edge.upstreams import FIRST_SHARE, OPENING_MAX, RAMP_S, LoadRamp, OpenLimiter, Upstreams
+from tailrace.edge.upstreams import Upstreams
 
 STREAMS = [f"s/{number}" for number in range(2000)]
 

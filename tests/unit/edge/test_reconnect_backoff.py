@@ -14,8 +14,9 @@ from tailrace.edge import upstreams
 from tailrace.edge.context import EdgeContext
 from tailrace.edge.invalidation import UpstreamRegistry
 from tailrace.edge.live import close_interval_s
+from tailrace.edge.reconnect import SETTLED_S, ReconnectBackoff
 from tailrace.edge.upstream_pool import UpstreamPool, parse_upstreams
-from tailrace.edge.upstreams import SETTLED_S, ReconnectBackoff, Upstream
+from tailrace.edge.upstreams import Upstream
 from tailrace.http import client
 from tailrace.http.client import UpstreamLostError, UpstreamResponse
 
@@ -32,11 +33,11 @@ def test_pauses_grow_until_a_socket_has_lasted(monkeypatch: pytest.MonkeyPatch) 
     async def fail_and_recover() -> list[bool]:
         row, first = ReconnectBackoff(), list[bool]()
         for _ in range(10):
-            first.append(row.note_ended(0.1))
+            first.append(row.record_close(0.1))
             await row.pause()
-        first.append(row.note_ended(SETTLED_S))
+        first.append(row.record_close(SETTLED_S))
         await row.pause()
-        row.note()
+        row.record_refusal()
         await row.pause()
         return first
 
