@@ -25,7 +25,7 @@ from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
 from tailrace.search.chunks import Chunk, build_columns, join_chunks
 from tailrace.search.collector import HitCollector
-from tailrace.search.language import SEARCH_DIALECT, bind_query
+from tailrace.search.query_language import SEARCH_DIALECT, bind_query
 from tailrace.search.ranking import parse_sort
 from tailrace.search.records import RecordDecoder, RecordView
 from tailrace.search.requests import SearchRequest

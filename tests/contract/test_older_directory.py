@@ -13,8 +13,8 @@ from support.log_model import Append, Lifetime
 from tailrace.common.limits import Limits
 from tailrace.log.model import Stream
 from tailrace.log.records import Trim
+from tailrace.storage.bucket_ownership import BucketOwner, RolledBackError
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.ownership import BucketOwner, RolledBackError
 from tailrace.storage.segments.model import SegmentInfo
 
 TEXT, JSON = "text/plain", "application/json"

@@ -11,9 +11,9 @@ import pytest
 from support.s3 import S3Server
 from tailrace.common.clock import FakeClock
 from tailrace.common.errors import TailraceError
+from tailrace.storage.bucket_ownership import OWNER_KEY, BucketOwnership, OwnedElsewhereError, OwnerRecord
 from tailrace.storage.manifests.model import FencedError
 from tailrace.storage.object_store.interface import ObjectStore, open_object_store
-from tailrace.storage.ownership import OWNER_KEY, BucketOwnership, OwnedElsewhereError, OwnerRecord
 
 _NAMES = count()
 

@@ -15,8 +15,8 @@ from support.search_model import registry_of, search_body
 from tailrace.common.timestamps import format_rfc3339_ms
 from tailrace.schema.search_config import parse_interval_ms, parse_search_config
 from tailrace.search.aggregates.measures import nearest_rank
-from tailrace.search.language import SEARCH_DIALECT, bind_query
 from tailrace.search.matching import evaluate_record
+from tailrace.search.query_language import SEARCH_DIALECT, bind_query
 from tailrace.search.records import RecordView, field_values
 
 INTERVALS = ["7ms", "1s", "1h"]

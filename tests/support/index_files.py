@@ -22,8 +22,8 @@ from tailrace.schema.search_config import parse_interval_ms
 from tailrace.search.aggregates.measures import Summary, SummaryPartsReader
 from tailrace.search.index_files.format import decode_value, encode_value
 from tailrace.search.index_files.index_plan import BuildPlan, index_plan
-from tailrace.search.language import SEARCH_DIALECT, bind_query
 from tailrace.search.matching import evaluate_record
+from tailrace.search.query_language import SEARCH_DIALECT, bind_query
 from tailrace.search.records import RecordView, field_values, tokenize_text, truncate_token
 from tailrace.spark.index.file_writer import BuiltIndexFile
 from tailrace.spark.index.segment_build import BuildRequest, build_segment, verify_built_file

@@ -31,10 +31,10 @@ from tailrace.log.transaction import Transaction
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, is_json
 from tailrace.spark.jobs.compaction import compact_segments
 from tailrace.storage.bootstrap import bootstrap
+from tailrace.storage.bucket_ownership import BucketOwnership
 from tailrace.storage.checkpointer import checkpoint_file
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.object_store.interface import open_object_store
-from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.sealer import Sealer
 from tailrace.storage.sealer_client import (
     JobKind,

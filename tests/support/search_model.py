@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from support.queries import SEARCH_BODY
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import parse_search_config
-from tailrace.search.language import (
+from tailrace.search.matching import evaluate_record
+from tailrace.search.query_language import (
     SEARCH_DIALECT,
     All,
     AnyOf,
@@ -24,7 +25,6 @@ from tailrace.search.language import (
     Words,
     bind_query,
 )
-from tailrace.search.matching import evaluate_record
 from tailrace.search.records import RecordView, field_values, tokenize_text
 
 SORTABLE = ("id", "service", "status", "ratio", "ok")

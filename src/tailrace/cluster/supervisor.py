@@ -43,9 +43,9 @@ from tailrace.log.stored_streams import StoredStreams
 from tailrace.server import process as single
 from tailrace.server.startup import restore_from_bucket
 from tailrace.storage.bootstrap import BootstrapReport, is_bootstrapped
+from tailrace.storage.bucket_ownership import BucketOwnership, refuse_foreign_streams
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.object_store.interface import ObjectStoreError, open_object_store
-from tailrace.storage.ownership import BucketOwnership, refuse_foreign_streams
 
 PORT_S_MAX: Final = 5.0
 PORT_RETRY_S: Final = 0.05

@@ -27,7 +27,7 @@ from tailrace.hub.fast_path import (
 )
 from tailrace.hub.flow_control import in_token_grace
 from tailrace.hub.requests import HubRequest
-from tailrace.hub.sender import stamp_sender
+from tailrace.hub.sender_identity import stamp_sender
 from tailrace.hub.session import CONNECTED, CONNECTING, Session
 from tailrace.hub.session_lifecycle import check_signature
 from tailrace.hub.state import Hub

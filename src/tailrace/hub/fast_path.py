@@ -22,7 +22,7 @@ from tailrace.hub.errors import HubError, to_hub_error
 from tailrace.hub.pending_requests import PendingRequest
 from tailrace.hub.requests import HubRequest, OutgoingMessage
 from tailrace.hub.send import SendCommand
-from tailrace.hub.sender import Sender, may_send_as, unverified_sender
+from tailrace.hub.sender_identity import Sender, may_send_as, unverified_sender
 from tailrace.hub.session import CONNECTED, Session
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tailrace.hub.deduplication import SeenMessage, SeenMessages
 from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError, field_error
 from tailrace.hub.requests import OutgoingMessage
-from tailrace.hub.sender import Sender, stamp_reply
+from tailrace.hub.sender_identity import Sender, stamp_reply
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:

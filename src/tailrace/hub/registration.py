@@ -28,7 +28,7 @@ from tailrace.hub.registry import (
     to_record,
 )
 from tailrace.hub.requests import HubRequest, parse_time_ns
-from tailrace.hub.sender import rename_session
+from tailrace.hub.sender_identity import rename_session
 from tailrace.hub.session import Session
 
 if TYPE_CHECKING:

@@ -10,7 +10,13 @@ from msgspec import Raw
 from tailrace.common.timestamps import parse_rfc3339_ns
 from tailrace.hub.envelope import Envelope, SharedEnvelope, parse_members
 from tailrace.hub.errors import field_error
-from tailrace.hub.sender import NO_SENDER, Sender, encode_message, encode_shared_message, stored_sender
+from tailrace.hub.sender_identity import (
+    NO_SENDER,
+    Sender,
+    encode_message,
+    encode_shared_message,
+    stored_sender,
+)
 
 if TYPE_CHECKING:
     from tailrace.hub.send import SendCommand

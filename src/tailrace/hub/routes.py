@@ -28,7 +28,7 @@ from tailrace.hub.envelope import new_id
 from tailrace.hub.errors import HubError
 from tailrace.hub.policy import principal_from_identity
 from tailrace.hub.runner import EffectRunner
-from tailrace.hub.sender import identity_path
+from tailrace.hub.sender_identity import identity_path
 from tailrace.hub.session import CONNECTED, Session
 from tailrace.routing import responses
 from tailrace.routing.client_address import client_network, load_trusted_proxies

@@ -350,7 +350,7 @@ class EffectRunner:
         try:
             self._submit(effect)
         except LogBackpressureError:
-            self._log.room_queue.call(
+            self._log.backpressure_queue.call(
                 partial(self._submit, effect),
                 lambda error: self._complete_append(effect, AppendOutcome(error=error)),
             )
@@ -410,7 +410,7 @@ class EffectRunner:
                 "cannot create hub stream", extra=log_fields(stream=effect.stream, error=str(error))
             )
 
-        self._log.room_queue.call(partial(self._streams.get_or_create, effect.stream), refuse)
+        self._log.backpressure_queue.call(partial(self._streams.get_or_create, effect.stream), refuse)
 
     def _remove(self, effect: DeleteStream) -> None:
         def remove() -> None:
@@ -425,7 +425,7 @@ class EffectRunner:
                 "cannot delete hub stream", extra=log_fields(stream=effect.stream, error=str(error))
             )
 
-        self._log.room_queue.call(remove, refuse)
+        self._log.backpressure_queue.call(remove, refuse)
 
     def _read(self, effect: Read) -> None:
         stream = self._streams.find(effect.stream)

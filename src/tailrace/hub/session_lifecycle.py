@@ -16,7 +16,7 @@ from tailrace.hub.errors import NOT_APPLIED, HubError, field_error
 from tailrace.hub.flow_control import in_token_grace
 from tailrace.hub.policy import principal_from_identity, read_claims
 from tailrace.hub.requests import HubRequest
-from tailrace.hub.sender import identity_path, stamp_sender
+from tailrace.hub.sender_identity import identity_path, stamp_sender
 from tailrace.hub.session import (
     CONNECTED,
     CONNECTING,

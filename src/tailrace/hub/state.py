@@ -26,7 +26,7 @@ from tailrace.hub.mailboxes import Mailboxes
 from tailrace.hub.pending_requests import PendingRequests
 from tailrace.hub.policy import Policy, RateLimiter
 from tailrace.hub.registry import PresenceWatches, Registry
-from tailrace.hub.sender import encode_hub_message, hub_sender
+from tailrace.hub.sender_identity import encode_hub_message, hub_sender
 from tailrace.hub.session import CONNECTED, DISCONNECTED, DISCONNECTING, Session
 from tailrace.hub.signatures import SignatureKey
 from tailrace.hub.sweep import HubSweep

@@ -17,6 +17,7 @@ from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.log import segment_catalogue, system_streams
+from tailrace.log.backpressure_queue import BackpressureQueue
 from tailrace.log.commit_path import CommitPath
 from tailrace.log.decide import (
     AppendRequest,
@@ -44,7 +45,6 @@ from tailrace.log.records import (
     Trim,
     pack_single_append,
 )
-from tailrace.log.room_queue import RoomQueue
 from tailrace.log.segment_catalogue import INDEX_DOCUMENT, IndexFileCatalogue, decode_plans, encode_plans
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.system_streams import SystemStreams, create_system_stream
@@ -64,7 +64,7 @@ class Log(CommitPath):
         own_suffix: str = "",
     ) -> None:
         super().__init__(directory, limits, clock, loop)
-        self.room_queue = RoomQueue(self, loop)
+        self.backpressure_queue = BackpressureQueue(self, loop)
         # Logs of several workers share an object store: all but one append a suffix to the names of the
         # system streams that each of them writes.
         self.own_suffix = own_suffix

@@ -238,7 +238,7 @@ class Adoptions:
                 candidate.verify()
                 decide()
 
-            await self._log.room_queue.submit(install)
+            await self._log.backpressure_queue.submit(install)
         except TimeoutError:
             raise _adoption_timeout(limit_ms, streamed=response.streamed) from None
         finally:

@@ -103,7 +103,7 @@ class SchemaRoutes:
                 await self._adoptions.adopt(stream, check, response, decide)
             else:
                 decide = partial(self._decide, response, name, before, registry, update, adopted=False)
-                await self._log.room_queue.submit(decide)
+                await self._log.backpressure_queue.submit(decide)
         except TimeoutError:
             response.fail(TailraceError("request_timeout", "request timed out"))
         except TailraceError as error:

@@ -20,7 +20,7 @@ from tailrace.search.columns import (
     join_columns,
     rows_from_bits,
 )
-from tailrace.search.language import (
+from tailrace.search.query_language import (
     All,
     AnyOf,
     Anywhere,

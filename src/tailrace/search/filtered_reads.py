@@ -27,8 +27,8 @@ from tailrace.search.columns import rows_from_bits
 from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.search.index_files.file_cache import UnusableFileError
 from tailrace.search.index_files.spans import FileSelection, IndexSpan
-from tailrace.search.language import FILTER_DIALECT, BoundQuery, add_context_fields, bind_query
 from tailrace.search.matching import Matcher
+from tailrace.search.query_language import FILTER_DIALECT, BoundQuery, add_context_fields, bind_query
 from tailrace.search.records import RecordView
 
 Payload = bytes | memoryview

@@ -18,7 +18,7 @@ import msgspec
 
 from tailrace.schema.json_values import UnreadableRecordError, decode_payload, parse_pointer, resolve_pointer
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.language import (
+from tailrace.search.query_language import (
     All,
     AnyOf,
     Anywhere,

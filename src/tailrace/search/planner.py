@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tailrace.common.caches import LruCache
 from tailrace.search.index_files.spans import IndexSpan, is_outside_times
-from tailrace.search.language import BoundQuery
+from tailrace.search.query_language import BoundQuery
 from tailrace.search.ranking import Scorer, SortKey, Statistics, sort_rank_part, to_sort_value
 from tailrace.search.records import RecordView, Value
 

@@ -18,7 +18,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.protocol import offsets
 from tailrace.schema.json_values import invalid_request, shorten
 from tailrace.schema.search_config import SearchConfig
-from tailrace.search.language import (
+from tailrace.search.query_language import (
     All,
     AnyOf,
     Anywhere,

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, cast
 from tailrace.common.timestamps import TIMESTAMP_MS_MAX, TIMESTAMP_MS_MIN, parse_rfc3339_ns
 from tailrace.schema.json_values import expect_array, expect_object, expect_string, invalid_request, shorten
 from tailrace.schema.search_config import Measure, Rollup, SearchConfig, parse_interval_ms
-from tailrace.search.language import SEARCH_DIALECT, BoundQuery, bind_query
+from tailrace.search.query_language import SEARCH_DIALECT, BoundQuery, bind_query
 from tailrace.search.ranking import SORTS_MAX, SortKey, SortValue, parse_search_after, parse_sort
 from tailrace.search.records import INT64_MAX
 

@@ -36,7 +36,6 @@ from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.aggregates.groups import aggregate_timeout
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.chunk_process import ChunkProcess
-from tailrace.search.language import add_context_fields
 from tailrace.search.openapi import (
     AGGREGATE,
     AGGREGATE_REQUEST,
@@ -44,6 +43,7 @@ from tailrace.search.openapi import (
     SEARCH_RESULT,
     search_headers,
 )
+from tailrace.search.query_language import add_context_fields
 from tailrace.search.records import RecordView
 from tailrace.search.requests import (
     AggregateRequest,

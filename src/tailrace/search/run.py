@@ -29,7 +29,6 @@ from tailrace.search.collector import (
 from tailrace.search.columns import rows_from_bits
 from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.search.index_files.spans import IndexSpan, order_by_time
-from tailrace.search.language import Anywhere, Clause
 from tailrace.search.matching import RowMatches, certain_match, match_rows
 from tailrace.search.planner import (
     CANDIDATE_SHARE_MAX,
@@ -44,6 +43,7 @@ from tailrace.search.planner import (
     plan_pieces,
     split_scan_ranges,
 )
+from tailrace.search.query_language import Anywhere, Clause
 from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchRequest
 from tailrace.search.scan import Payload, PieceStatistics, Scanner

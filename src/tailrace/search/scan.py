@@ -19,7 +19,7 @@ from typing import Any
 from tailrace.schema.search_config import Field, SearchConfig
 from tailrace.search.chunks import Chunk, build_columns, explain_row_score
 from tailrace.search.columns import build_column
-from tailrace.search.language import (
+from tailrace.search.query_language import (
     All,
     AnyOf,
     Anywhere,

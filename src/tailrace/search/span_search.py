@@ -19,9 +19,9 @@ from tailrace.search.index_files.full_text import can_score_from_postings, rows_
 from tailrace.search.index_files.lookup_files import ExactFile
 from tailrace.search.index_files.span_source import SpanSource
 from tailrace.search.index_files.spans import FileSelection, IndexSpan, UsableFile, query_clauses
-from tailrace.search.language import Clause, Equals
 from tailrace.search.matching import RowMatches, match_rows
 from tailrace.search.planner import CANDIDATE_SHARE_MAX, IndexedRows
+from tailrace.search.query_language import Clause, Equals
 from tailrace.search.ranking import FieldStatistics, Statistics, has_text_clause, scored_tokens
 from tailrace.search.records import RecordView
 from tailrace.search.requests import SearchRequest

@@ -33,7 +33,7 @@ from tailrace.schema.adoption import Adoptions
 from tailrace.schema.append_validation import AppendValidator
 from tailrace.schema.routes import ProfileRoutes, SchemaRoutes
 from tailrace.search.index_files.catalogue import IndexFileService
-from tailrace.search.language import check_rollup_includes
+from tailrace.search.query_language import check_rollup_includes
 from tailrace.search.routes import AggregateRoutes, SearchRoutes
 from tailrace.server.health import HealthRoutes
 from tailrace.server.identity_routes import IdentityRoutes

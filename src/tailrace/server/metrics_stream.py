@@ -411,7 +411,7 @@ class MetricsWriter:
             return
         entries = [orjson.dumps(record) for record in records]
         request = AppendRequest(b",".join(entries), JSON_CONTENT_TYPE, [len(entry) for entry in entries])
-        self._log.room_queue.call(partial(self._append, request), self._count_failure)
+        self._log.backpressure_queue.call(partial(self._append, request), self._count_failure)
 
     def _append(self, request: AppendRequest) -> None:
         self._log.append(self.stream(), request, ignore_reply, None)

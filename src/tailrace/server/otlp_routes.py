@@ -213,7 +213,7 @@ class OtlpRoutes:
             last = stream.visible if op is None else op.first + op.count - 1
             done.set_result(stream.offset(last))
 
-        await self._log.room_queue.submit(lambda: self._log.append(stream, request, reply, None))
+        await self._log.backpressure_queue.submit(lambda: self._log.append(stream, request, reply, None))
         return await done
 
 

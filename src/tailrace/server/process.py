@@ -420,7 +420,7 @@ class Server:
         telemetry.append_entries.read = lambda: log.publisher.entries
         telemetry.append_bytes.read = lambda: log.publisher.bytes
         telemetry.append_queue_bytes.read = lambda: log.committer.queued_bytes
-        waiting = log.room_queue
+        waiting = log.backpressure_queue
         telemetry.append_waiting_requests.read = lambda: waiting.count
         telemetry.append_waiting_bytes.read = lambda: waiting.bytes
         telemetry.append_waits.read = lambda: waiting.waited

@@ -31,7 +31,7 @@ from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.registry_update import decide_update, json_equal
 from tailrace.schema.routes import prepare_registry_update, profile_changes, registry_document
 from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
-from tailrace.search.language import check_rollup_includes
+from tailrace.search.query_language import check_rollup_includes
 from tailrace.storage.data_directory import DataDirectory
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ Most appends repeat the head of an earlier request on the same connection and ha
 these `FastAppendHandler` computes what depends on the head only once, and checks the state of the stream each
 time.
 
-A request that the log has no room for waits in the log's `RoomQueue`. Its body is held as received, and split
-and checked when there is room for it.
+A request that the log has no room for waits in the log's `BackpressureQueue`. Its body is held as received,
+and split and checked when there is room for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import orjson
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, is_allowed
 from tailrace.common.errors import TailraceError
 from tailrace.http.exchange import Exchange
+from tailrace.log.backpressure_queue import WaitingChange
 from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.decide import AppendRequest, CreateRequest
 from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.log import Log
 from tailrace.log.model import NO_LIFETIME, Stream
 from tailrace.log.records import Append
-from tailrace.log.room_queue import WaitingChange
 from tailrace.log.transaction import Transaction
 from tailrace.protocol import json_split
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE, header_line, is_json
@@ -83,7 +83,7 @@ def queue_request(
         raise shortage
     waiting = WaitingChange(len(exchange.body), attempt, refuse, lambda: exchange.answered)
     try:
-        log.room_queue.add(waiting, shortage)
+        log.backpressure_queue.add(waiting, shortage)
     except LogBackpressureError:
         exchange.release_body()
         raise
@@ -357,7 +357,7 @@ class StreamRoutes:
             fetched.append(await self._log.reader.fetch_block(needed.missing))
             needed = None
             try:
-                await self._log.room_queue.submit(
+                await self._log.backpressure_queue.submit(
                     partial(self._log.create, request, self._respond_create, exchange, fetched)
                 )
             except NotLocalError as more:

@@ -371,7 +371,7 @@ class TouchRoutes:
     async def _activated(self, exchange: Exchange, feed: TouchFeed, body: object) -> None:
         body, changed = feed.state.activate(body)
         if changed:
-            await self._log.room_queue.submit(partial(self._save, feed, exchange, orjson.dumps(body)))
+            await self._log.backpressure_queue.submit(partial(self._save, feed, exchange, orjson.dumps(body)))
         else:
             exchange.respond(200, responses.JSON_TYPE + responses.NO_STORE, orjson.dumps(body))
 
@@ -411,7 +411,7 @@ class TouchRoutes:
         if declared:
             ttl_ms = parse_ttl(request.body, state.config.templates, "wait")
             if state.declare(declared, ttl_ms)[2]:
-                await self._log.room_queue.submit(partial(self._save, feed))
+                await self._log.backpressure_queue.submit(partial(self._save, feed))
         try:
             cursor = state.cursor_of(request, head)
             if cursor < state.journal.floor:

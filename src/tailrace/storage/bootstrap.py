@@ -34,6 +34,7 @@ from tailrace.log.journal import JournalCorruptError, list_files
 from tailrace.log.model import Tombstone
 from tailrace.log.recovery import ReplayResult, replay_journal
 from tailrace.log.stored_streams import StoredStreams
+from tailrace.storage.bucket_ownership import BucketOwnership
 from tailrace.storage.data_directory import DataDirectory, make_directory
 from tailrace.storage.hot_store.tables import SUBSCRIPTION_PREFIX
 from tailrace.storage.manifests.model import HEAD_KEY, ManifestError, ManifestHead, decode_manifest
@@ -55,7 +56,6 @@ from tailrace.storage.object_store.interface import (
     open_object_store,
 )
 from tailrace.storage.object_store.listing import STREAMS_PREFIX, list_stream_ids
-from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.restore import (
     FoundHead,
     RestoreOutcome,

@@ -10,8 +10,8 @@ from tailrace.common.backoff import Backoff
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
+from tailrace.storage.bucket_ownership import BucketOwner
 from tailrace.storage.manifests.model import FencedError
-from tailrace.storage.ownership import BucketOwner
 from tailrace.storage.sealer_client import JobKind, SealerReport
 
 logger = logging.getLogger("tailrace.seal")

@@ -59,7 +59,7 @@ from tailrace.log.streams import Streams
 from tailrace.storage.hot_store.database import FileSpace, HotDatabase
 from tailrace.storage.hot_store.tables import DeletedStreamRow, MetaTables, SegmentRow
 from tailrace.storage.manifest_recording import encode_deleted
-from tailrace.storage.retention import put_due, put_stream, reached_by_forks, stored_stream
+from tailrace.storage.retention_rules import put_due, put_stream, reached_by_forks, stored_stream
 from tailrace.storage.segments.model import RetainedRanges, make_stream_id
 
 logger = logging.getLogger("tailrace.checkpoint")

@@ -52,7 +52,7 @@ from tailrace.storage.index_coverage import (
     uncovered_segments,
 )
 from tailrace.storage.meta_objects import version_cuts
-from tailrace.storage.retention import fork_points
+from tailrace.storage.retention_rules import fork_points
 from tailrace.storage.segments.index_files import IndexFile, PlanHistory, PlanRecord
 from tailrace.storage.segments.model import SegmentInfo
 

@@ -23,7 +23,7 @@ from tailrace.storage.hot_store.database import Execute, HotDatabase
 from tailrace.storage.hot_store.tables import DeletedStreamRow, SegmentRow
 from tailrace.storage.manifest_recording import encode_deleted
 from tailrace.storage.manifests.model import ManifestHead, RecordedLifetime
-from tailrace.storage.retention import put_due, put_stream
+from tailrace.storage.retention_rules import put_due, put_stream
 from tailrace.storage.segments.index_files import IndexFile
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id
 

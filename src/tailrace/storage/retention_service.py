@@ -20,7 +20,7 @@ from tailrace.log.model import Lifetime
 from tailrace.log.records import Recorded, Trim
 from tailrace.log.segment_catalogue import has_uncheckpointed_compaction
 from tailrace.log.stored_streams import StoredStreams
-from tailrace.storage.retention import (
+from tailrace.storage.retention_rules import (
     decide_stored_retention,
     has_bounds,
     stored_stream,

@@ -28,7 +28,7 @@ from tailrace.storage.checkpointer import FileCheckpoint
 from tailrace.storage.data_directory import make_directory
 from tailrace.storage.hot_store.database import BlockRow, Execute, HotDatabase
 from tailrace.storage.restore import raise_epoch
-from tailrace.storage.retention import put_due, put_stream
+from tailrace.storage.retention_rules import put_due, put_stream
 
 # Row numbers in a damaged place that are tried one by one.
 TRIED_MAX: Final = 100_000

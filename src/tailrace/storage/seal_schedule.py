@@ -20,7 +20,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
 from tailrace.log.model import Stream
-from tailrace.storage.retention import is_over_bounds
+from tailrace.storage.retention_rules import is_over_bounds
 
 if TYPE_CHECKING:
     from tailrace.log.log import Log

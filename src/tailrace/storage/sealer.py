@@ -33,6 +33,7 @@ from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.common.tasks import TaskSet
 from tailrace.log.model import Stream
 from tailrace.log.stored_streams import StoredStreams, decode_block
+from tailrace.storage.bucket_ownership import BucketOwnership
 from tailrace.storage.compaction import CompactionSealer
 from tailrace.storage.data_directory import make_directory
 from tailrace.storage.index_publication import IndexFileSealer
@@ -54,8 +55,7 @@ from tailrace.storage.object_store.interface import (
     open_object_store,
 )
 from tailrace.storage.object_store.request_stats import CountingObjectStore, RequestStats
-from tailrace.storage.ownership import BucketOwnership
-from tailrace.storage.retention import reached_by_forks
+from tailrace.storage.retention_rules import reached_by_forks
 from tailrace.storage.sealer_client import (
     RECOVERY_KEY_VARIABLE,
     SealerJob,

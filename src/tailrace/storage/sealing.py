@@ -27,11 +27,11 @@ from tailrace.log.records import Compacted, Delete, Op, Published, Recorded, Sea
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.transaction import await_commit
 from tailrace.storage.bucket_health import BUCKET_PAUSE_S_MIN, BucketHealth
+from tailrace.storage.bucket_ownership import BucketOwner
 from tailrace.storage.hot_store.tables import ColdTables
 from tailrace.storage.manifest_recording import ManifestRecorder
 from tailrace.storage.meta_objects import MetaRecorder
 from tailrace.storage.object_store.request_stats import RequestStats
-from tailrace.storage.ownership import BucketOwner
 from tailrace.storage.retention_service import RetentionService
 from tailrace.storage.seal_schedule import (
     AgingStreams,

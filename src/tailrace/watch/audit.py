@@ -111,7 +111,7 @@ class AuditLog:
         entries, self._waiting = self._waiting[:ENTRIES_MAX], self._waiting[ENTRIES_MAX:]
         if not entries:
             return
-        self._log.room_queue.call(
+        self._log.backpressure_queue.call(
             partial(self._append, entries), lambda error: self._count_dropped(len(entries), error)
         )
         if self._waiting:

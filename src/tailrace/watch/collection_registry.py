@@ -522,7 +522,7 @@ def raise_generation(
             streams = [name for name in collection.streams() if registry.log.find(name) is not None]
             if streams:
                 parts = [(name, [control]) for name in streams]
-                registry.log.room_queue.call(
+                registry.log.backpressure_queue.call(
                     lambda: append_to_streams(
                         registry.log, parts, registry.log.clock.now_ns(), ignore_reply, None
                     ),
@@ -551,7 +551,7 @@ async def reset_after_view_loss(registry: CollectionRegistry, collection: Collec
         else:
             done.set_exception(error)
 
-    await registry.log.room_queue.submit(
+    await registry.log.backpressure_queue.submit(
         lambda: raise_generation(registry, collection, "view-lost", callback)
     )
     await done

@@ -258,7 +258,9 @@ class SubscriptionSummaries:
                 done.set_exception(error)
 
         now_ns, parts = self._context.clock.now_ns(), [(name, entries)]
-        await self._log.room_queue.submit(lambda: append_to_streams(self._log, parts, now_ns, reply, None))
+        await self._log.backpressure_queue.submit(
+            lambda: append_to_streams(self._log, parts, now_ns, reply, None)
+        )
         await done
 
 

@@ -16,8 +16,8 @@ from support.cli import tailrace
 from support.loss import ENV, World, bootstrap, destroy, producing, seal
 from support.server import ServerProcess
 from support.workers import names_of, pid_of
+from tailrace.storage.bucket_ownership import BucketOwnership
 from tailrace.storage.object_store.interface import open_object_store
-from tailrace.storage.ownership import BucketOwnership
 from tailrace.testing import ServerFailedError
 
 TWO = ("--workers", "2")

@@ -12,8 +12,8 @@ from conftest import StartServer
 from support.calls import Caller
 from support.cli import Finished, tailrace
 from support.server import ServerProcess
+from tailrace.storage.bucket_ownership import BucketOwnership
 from tailrace.storage.object_store.interface import open_object_store
-from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.segments.model import make_stream_id, stream_prefix
 from tailrace.testing import ServerFailedError
 

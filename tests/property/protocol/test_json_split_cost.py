@@ -19,8 +19,8 @@ from tailrace.hub import envelope
 from tailrace.hub.errors import HubError
 from tailrace.protocol import json_split
 from tailrace.schema.json_values import parse_pointer
-from tailrace.search import language
-from tailrace.search.language import FILTER_DIALECT
+from tailrace.search import query_language
+from tailrace.search.query_language import FILTER_DIALECT
 from tailrace.watch.sources import postgres_decoder
 
 MIB = 1024 * 1024
@@ -125,7 +125,7 @@ def test_memory_and_time_are_bounded_by_the_body(unit: str, wrapper: str) -> Non
     [
         (parse_pointer, "/" + "ab~0" * MIB),
         (envelope.check_frame_text, b'{"a":"' + b"\\n" * 2 * MIB + b'","b":' + b"[" * 65 + b"]" * 65 + b"}"),
-        (partial(language.tokenize, dialect=FILTER_DIALECT), 'a:"' + "b" * 4 * MIB + '"'),
+        (partial(query_language.tokenize, dialect=FILTER_DIALECT), 'a:"' + "b" * 4 * MIB + '"'),
         (partial(postgres_decoder.parse_array, convert=str), '{"' + "b" * 4 * MIB + '"}'),
     ],
     ids=["JSON pointer", "hub message", "filter", "PostgreSQL array"],

@@ -24,8 +24,8 @@ from tailrace.common.limits import Limits
 from tailrace.search.chunks import Chunk, build_columns, join_chunks
 from tailrace.search.collector import SearchResult
 from tailrace.search.columns import build_column_from_values, rows_from_bits
-from tailrace.search.language import SEARCH_DIALECT, Equals, StartsWith, bind_query
 from tailrace.search.matching import Matcher
+from tailrace.search.query_language import SEARCH_DIALECT, Equals, StartsWith, bind_query
 from tailrace.search.records import (
     FieldExtractor,
     RecordDecoder,

@@ -25,8 +25,14 @@ from tailrace.common.errors import TailraceError
 from tailrace.schema.json_values import decode_payload
 from tailrace.schema.registry import Registry, VersionBoundary
 from tailrace.schema.search_config import SearchConfig, parse_search_config
-from tailrace.search.language import FILTER_DIALECT, SEARCH_DIALECT, Dialect, bind_query, parse_query_text
 from tailrace.search.matching import Matcher, evaluate_record
+from tailrace.search.query_language import (
+    FILTER_DIALECT,
+    SEARCH_DIALECT,
+    Dialect,
+    bind_query,
+    parse_query_text,
+)
 from tailrace.search.records import FieldExtractor, RecordView, field_values, to_string
 
 SOME = settings(max_examples=100, deadline=None)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from support.manifests import facts, segment
 from support.turns import Turns, interleave
+from tailrace.storage.bucket_ownership import BucketOwnership, OwnedElsewhereError
 from tailrace.storage.manifests.model import (
     FencedError,
     ManifestConflictError,
@@ -19,7 +20,6 @@ from tailrace.storage.manifests.model import (
 )
 from tailrace.storage.manifests.store import ManifestStore, StoredHead
 from tailrace.storage.object_store.interface import ObjectExistsError, ObjectStore, open_object_store
-from tailrace.storage.ownership import BucketOwnership, OwnedElsewhereError
 from tailrace.storage.segments.model import SegmentInfo, stream_prefix
 
 _NAMES = count()

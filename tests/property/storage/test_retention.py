@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from tailrace.log.model import Lifetime
 from tailrace.storage.hot_store.tables import ForkRow
-from tailrace.storage.retention import SECOND_NS, ShownSegment, decide_retention, ranges_reached_by_forks
+from tailrace.storage.retention_rules import (
+    SECOND_NS,
+    ShownSegment,
+    decide_retention,
+    ranges_reached_by_forks,
+)
 from tailrace.storage.segments.model import FOREVER, EntryRange, RetainedRanges, merge_entry_ranges
 
 ENTRY = st.tuples(st.integers(0, 5), st.integers(0, 3))  # seconds after the one before, payload bytes

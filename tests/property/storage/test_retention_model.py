@@ -18,9 +18,9 @@ from tailrace.log.history import FetchedBlock, NotLocalError
 from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Recorded, Sealed
 from tailrace.log.transaction import ignore_reply
+from tailrace.storage.bucket_ownership import BucketOwnership
 from tailrace.storage.object_store.interface import open_object_store
 from tailrace.storage.object_store.listing import entry_range_of_key
-from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.retention_service import scan_due_streams
 from tailrace.storage.sealer import Sealer
 from tailrace.storage.sealer_client import JobKind, SealerJob, SealerReport, SealerSetup

@@ -6,7 +6,7 @@ import pytest
 
 from tailrace.common.errors import TailraceError
 from tailrace.schema.search_config import SearchConfig, parse_search_config
-from tailrace.search.language import (
+from tailrace.search.query_language import (
     FILTER_DIALECT,
     SEARCH_DIALECT,
     All,

@@ -24,7 +24,7 @@ from tailrace.server.metrics_stream import (
     SeriesRecorder,
     TimingSource,
 )
-from tailrace.storage.retention import has_bounds
+from tailrace.storage.retention_rules import has_bounds
 
 FLUSH_MS = 10_000
 

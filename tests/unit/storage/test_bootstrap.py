@@ -18,11 +18,11 @@ from tailrace.common.settings import Settings
 from tailrace.log.model import Stream, Tombstone
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.storage.bootstrap import BootstrapReport, bootstrap
+from tailrace.storage.bucket_ownership import BucketOwnership
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.manifests.model import FencedError, ForkParent, StreamFacts
 from tailrace.storage.manifests.store import ManifestStore
 from tailrace.storage.object_store.interface import ObjectStore, open_object_store
-from tailrace.storage.ownership import BucketOwnership
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, segment_name
 
 _numbers = itertools.count(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tailrace.storage.bucket_ownership import OWNER_KEY, OwnerRecord
 from tailrace.storage.manifests.model import (
     ForkParent,
     HeadTombstone,
@@ -23,7 +24,6 @@ from tailrace.storage.manifests.model import (
     sha256_of,
 )
 from tailrace.storage.manifests.pages import HEAD_SEGMENTS_MAX, SEGMENT_PAGES_MAX
-from tailrace.storage.ownership import OWNER_KEY, OwnerRecord
 from tailrace.storage.segments.model import SegmentInfo, make_stream_id, segment_name
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "formats.md").read_text(encoding="utf-8")

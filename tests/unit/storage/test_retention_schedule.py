@@ -16,7 +16,7 @@ from tailrace.log.model import Lifetime, Stream
 from tailrace.log.records import Sealed, Trim
 from tailrace.log.transaction import ignore_reply
 from tailrace.storage.hot_store.tables import ForkRow
-from tailrace.storage.retention import SECOND_NS, reached_by_forks
+from tailrace.storage.retention_rules import SECOND_NS, reached_by_forks
 from tailrace.storage.retention_service import SCAN_COUNT, scan_due_streams
 
 TEXT = "text/plain"

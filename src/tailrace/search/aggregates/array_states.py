@@ -40,8 +40,8 @@ from tailrace.search.index_files.file_cache import UnusableFileError
 from tailrace.search.index_files.parquet_file import column_array
 from tailrace.search.index_files.rollup_files import RollupFile, RollupSelection
 from tailrace.search.index_files.span_source import SpanSource
-from tailrace.search.language import BoundQuery
 from tailrace.search.numpy_arrays import np, row_array_from_bits, to_numpy
+from tailrace.search.query_language import BoundQuery
 from tailrace.search.records import RecordView
 from tailrace.search.requests import AggregateRequest
 from tailrace.storage.segments.parquet import BINARY, pa, pc

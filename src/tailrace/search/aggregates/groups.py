@@ -28,8 +28,8 @@ from tailrace.search.aggregates.measures import (
 from tailrace.search.chunks import Chunk, build_columns
 from tailrace.search.columns import Column, rows_from_bits
 from tailrace.search.index_files.format import MBLK_POINTERS
-from tailrace.search.language import BoundQuery
 from tailrace.search.matching import Matcher
+from tailrace.search.query_language import BoundQuery
 from tailrace.search.records import FieldExtractor, RecordDecoder, RecordView, Value
 from tailrace.search.requests import AggregateRequest
 from tailrace.search.scan import query_fields

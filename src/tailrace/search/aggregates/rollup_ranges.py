@@ -17,7 +17,7 @@ from tailrace.search.chunks import Chunk
 from tailrace.search.columns import build_column
 from tailrace.search.index_files.format import COL, MBLK, partial_rollup_name
 from tailrace.search.index_files.spans import IndexSpan, UsableFile
-from tailrace.search.language import All, BoundQuery, Equals
+from tailrace.search.query_language import All, BoundQuery, Equals
 from tailrace.search.records import RecordView
 from tailrace.search.requests import AggregateRequest
 from tailrace.search.scan import query_fields

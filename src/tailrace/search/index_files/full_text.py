@@ -25,8 +25,8 @@ from tailrace.search.index_files.file_cache import (
     split_by_size,
 )
 from tailrace.search.index_files.parquet_file import ParquetFile, check_metadata, column_array
-from tailrace.search.language import All, AnyOf, Anywhere, BoundQuery, Clause, Negation, Phrase, Words
 from tailrace.search.numpy_arrays import EMPTY, bits_from_row_array, narrow_integers, np, to_numpy
+from tailrace.search.query_language import All, AnyOf, Anywhere, BoundQuery, Clause, Negation, Phrase, Words
 from tailrace.search.ranking import ScoredClause, Scorer, has_text_clause
 from tailrace.storage.segments.parquet import PartialFile, pc
 

@@ -18,7 +18,7 @@ from tailrace.schema.lenses import LensOp, parse_lens
 from tailrace.schema.registry import Registry, read_registry
 from tailrace.schema.search_config import Field, Measure, Rollup, SearchConfig
 from tailrace.search.index_files.format import FORMATS, PARTIAL_ROLLUP_VERSION
-from tailrace.search.language import All, AnyOf, Anywhere, BoundQuery, Negation, bind_rollup_include
+from tailrace.search.query_language import All, AnyOf, Anywhere, BoundQuery, Negation, bind_rollup_include
 from tailrace.search.records import RecordView
 
 FAMILIES: Final = ("routing_key_index", "routing_key_lexicon", "exact", "col", "fts", "agg", "mblk")

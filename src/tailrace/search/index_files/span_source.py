@@ -22,9 +22,18 @@ from tailrace.search.index_files.lookup_files import ExactFile, RoutingKeyIndexF
 from tailrace.search.index_files.parquet_file import ParquetFile, check_metadata
 from tailrace.search.index_files.rollup_files import MetricBlockFile, RollupFile
 from tailrace.search.index_files.spans import IndexSpan, UsableFile
-from tailrace.search.language import BoundQuery, Clause, Compares, Equals, HasValue, Phrase, StartsWith, Words
 from tailrace.search.matching import RowMatches, certain_match, match_rows
 from tailrace.search.numpy_arrays import bits_from_row_array, np
+from tailrace.search.query_language import (
+    BoundQuery,
+    Clause,
+    Compares,
+    Equals,
+    HasValue,
+    Phrase,
+    StartsWith,
+    Words,
+)
 from tailrace.search.ranking import Scorer, Statistics
 from tailrace.search.records import Value
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from tailrace.search.index_files.file_cache import IndexFileRef
 from tailrace.search.index_files.format import AGG, COL, EXACT, FTS, MBLK
 from tailrace.search.index_files.index_plan import family_members, index_plan
-from tailrace.search.language import (
+from tailrace.search.matching import RowMatches, match_rows
+from tailrace.search.query_language import (
     All,
     AnyOf,
     Anywhere,
@@ -28,7 +29,6 @@ from tailrace.search.language import (
     StartsWith,
     Words,
 )
-from tailrace.search.matching import RowMatches, match_rows
 from tailrace.search.records import RecordView, excludes_bounds
 from tailrace.storage.segments.index_files import IndexFile, PlanRecord
 from tailrace.storage.segments.model import stream_prefix

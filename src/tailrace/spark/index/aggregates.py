@@ -49,8 +49,16 @@ from tailrace.search.index_files.format import (
     WINDOW_START,
     partial_rollup_name,
 )
-from tailrace.search.language import All, AnyOf, Anywhere, BoundQuery, HasValue, Negation, bind_rollup_include
 from tailrace.search.matching import evaluate_values
+from tailrace.search.query_language import (
+    All,
+    AnyOf,
+    Anywhere,
+    BoundQuery,
+    HasValue,
+    Negation,
+    bind_rollup_include,
+)
 from tailrace.search.records import INT64_MAX, Value
 from tailrace.spark.index import aggregate_states
 from tailrace.spark.index.arrays import build_list_array, from_numpy, list_type, np, to_numpy

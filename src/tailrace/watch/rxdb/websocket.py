@@ -328,7 +328,7 @@ class ReplicationSocket(ReplicationTransport):
 
         # The response must precede feed messages about the same documents.
         async with self._send_lock:
-            await self.replication.registry.log.room_queue.submit(
+            await self.replication.registry.log.backpressure_queue.submit(
                 lambda: self.replication.push(
                     self.identity, database, name, rows, self._shape, self, on_pushed
                 )

@@ -380,7 +380,7 @@ class SourceIngest:
                 raise SupersededError
             append_to_streams(self._log, parts, now_ns, reply, None, facts)
 
-        await self._log.room_queue.submit(submit)
+        await self._log.backpressure_queue.submit(submit)
         await settled
         self.progress = progress
 

@@ -188,7 +188,7 @@ class SourceManager:
                 raise TailraceError(
                     "overloaded", f"a server may have at most {self._limits.watch_sources} sources"
                 )
-            collections, fresh, settled = await self._log.room_queue.submit(
+            collections, fresh, settled = await self._log.backpressure_queue.submit(
                 partial(self._submit_new, database, config)
             )
             try:
@@ -419,7 +419,7 @@ class SourceManager:
         facts: list[tuple[str, bytes | None]] | None = None,
     ) -> None:
         submit = partial(self._submit, database, entries, now_ns, facts)
-        await (await self._log.room_queue.submit(submit))
+        await (await self._log.backpressure_queue.submit(submit))
 
     def _submit(
         self,

@@ -55,10 +55,10 @@ def start(harness: LogHarness, name: str) -> asyncio.Task[str]:
     """A task that waits for room to create a stream."""
 
     async def begin() -> asyncio.Task[str]:
-        count = harness.log.room_queue.count
-        task = asyncio.ensure_future(harness.log.room_queue.submit(partial(create, harness, name)))
+        count = harness.log.backpressure_queue.count
+        task = asyncio.ensure_future(harness.log.backpressure_queue.submit(partial(create, harness, name)))
         await asyncio.sleep(0)
-        assert harness.log.room_queue.count == count + 1
+        assert harness.log.backpressure_queue.count == count + 1
         return task
 
     return harness.run(begin())
@@ -72,14 +72,18 @@ def test_changes_are_made_in_order_when_there_is_room(full: LogHarness) -> None:
     numbers = [full.log.existing(name).number for name in ("a", "b", "c")]
     assert numbers == sorted(numbers)
     assert not full.log.must_queue
-    assert (full.log.room_queue.count, full.log.room_queue.bytes, full.log.room_queue.waited) == (0, 0, 3)
+    assert (
+        full.log.backpressure_queue.count,
+        full.log.backpressure_queue.bytes,
+        full.log.backpressure_queue.waited,
+    ) == (0, 0, 3)
 
 
 def test_a_change_with_room_is_made_without_a_pause(full: LogHarness) -> None:
     make_room(full)
 
     async def submit() -> bool:
-        task = asyncio.ensure_future(full.log.room_queue.submit(partial(create, full, "a")))
+        task = asyncio.ensure_future(full.log.backpressure_queue.submit(partial(create, full, "a")))
         await asyncio.sleep(0)
         return task.done()
 
@@ -108,7 +112,7 @@ def test_an_error_of_a_waiting_change_is_raised_in_its_task(full: LogHarness) ->
             create(full, "a")
             raise ValueError("a defect")
 
-        await full.log.room_queue.submit(make)
+        await full.log.backpressure_queue.submit(make)
 
     async def begin() -> asyncio.Task[None]:
         task = asyncio.ensure_future(fail())
@@ -133,7 +137,7 @@ def test_an_error_of_a_waiting_change_is_raised_in_its_task(full: LogHarness) ->
 )
 def test_a_change_is_refused_when_it_waited_too_long(full: LogHarness) -> None:
     with pytest.raises(TailraceError) as refused:
-        full.run(asyncio.wait_for(full.log.room_queue.submit(partial(create, full, "a")), WAIT_S))
+        full.run(asyncio.wait_for(full.log.backpressure_queue.submit(partial(create, full, "a")), WAIT_S))
     assert (refused.value.code, refused.value.retry_after_s) == ("overloaded", 1)
     assert full.log.find("a") is None
     assert not full.log.must_queue
@@ -142,6 +146,8 @@ def test_a_change_is_refused_when_it_waited_too_long(full: LogHarness) -> None:
 def test_a_change_that_can_never_have_room_is_refused_at_once(full: LogHarness) -> None:
     refused: list[TailraceError] = []
     size = LIMITS.append_queue_max_bytes + 1
-    full.call(full.log.room_queue.call, lambda: full.log.begin(size, ignore_reply, None), refused.append)
+    full.call(
+        full.log.backpressure_queue.call, lambda: full.log.begin(size, ignore_reply, None), refused.append
+    )
     assert [error.code for error in refused] == ["overloaded"]
-    assert full.log.room_queue.count == 0
+    assert full.log.backpressure_queue.count == 0

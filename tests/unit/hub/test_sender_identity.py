@@ -1,4 +1,4 @@
-"""Sender identity is decided and written in `hub/sender.py` only."""
+"""Sender identity is decided and written in `hub/sender_identity.py` only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.hub import sender
+from tailrace.hub import sender_identity as sender
 from tailrace.hub.policy import Principal
 from tailrace.hub.session import Session
 
@@ -23,7 +23,9 @@ DECLARED = {
     "fast_path.py": {"PlainSend"},
     "routes.py": {"_RequestHead", "_HUB_MESSAGE", "_HUB_REPLY"},
 }
-PLAIN = [path.name for path in sorted(HUB.glob("*.py")) if path.name not in ("sender.py", "envelope.py")]
+PLAIN = [
+    path.name for path in sorted(HUB.glob("*.py")) if path.name not in ("sender_identity.py", "envelope.py")
+]
 
 
 def violations(text: str, declared: set[str]) -> Iterator[str]:

@@ -41,7 +41,7 @@ class WaitingChange(msgspec.Struct, eq=False):
     deadline_s: float = 0.0
 
 
-class RoomQueue:
+class BackpressureQueue:
     """The waiting changes of one log. Owned by the loop thread."""
 
     def __init__(self, log: CommitPath, loop: asyncio.AbstractEventLoop) -> None:
