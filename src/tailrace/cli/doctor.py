@@ -33,8 +33,8 @@ For example:
 _SYNCS: Final = 32
 _SYNC_MS_SLOW: Final = 5.0
 _MODULES: Final = (
-    "apsw", "google_crc32c", "httptools", "jwt", "msgspec", "orjson", "prometheus_client", "sortedcontainers",
-    "uvloop", "websockets", "whenever", "xxhash",
+    "apsw", "google_crc32c", "httptools", "jwt", "msgspec", "orjson", "prometheus_client", "rfc8785",
+    "sortedcontainers", "uvloop", "websockets", "xxhash",
 )  # fmt: skip
 
 command = App(name="doctor", help=_HELP, help_format="markdown")
