@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ BYTES = {"Content-Type": "application/octet-stream"}
 def soft_limit(at_least: int) -> Iterator[int]:
     """The soft limit of processes that are started meanwhile: no lower than this process needs for itself."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = max(at_least, len(os.listdir("/proc/self/fd")) + 64)
+    soft = max(at_least, len(list(Path("/proc/self/fd").iterdir())) + 64)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:
         yield soft
