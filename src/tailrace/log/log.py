@@ -16,6 +16,7 @@ import msgspec
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log import segment_catalogue, system_streams
 from tailrace.log.commit_path import CommitPath
 from tailrace.log.decide import (
@@ -150,6 +151,20 @@ class Log(CommitPath):
         changed = self.streams.changed_names
         created = sum(1 for name in changed if name in self.streams.by_name)
         return stored + created
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        waiting = self.room_queue
+        metrics.append_entries.read = lambda: self.publisher.entries
+        metrics.append_bytes.read = lambda: self.publisher.bytes
+        metrics.append_queue_bytes.read = lambda: self.committer.queued_bytes
+        metrics.append_waiting_requests.read = lambda: waiting.count
+        metrics.append_waiting_bytes.read = lambda: waiting.bytes
+        metrics.append_waits.read = lambda: waiting.waited
+        metrics.journal_failures.read = lambda: self.failures
+        metrics.journal_bytes.read = self.journal.size_bytes
+        metrics.streams.read = self.count_streams
+        metrics.streams_loaded.read = lambda: len(self.streams.by_number)
+        metrics.tail_memory_bytes.read = lambda: self.streams.memory_bytes
 
     def touch(self, stream: Stream) -> None:
         """Renews a TTL. The renewal is journaled only after a tenth of the TTL, to save writes."""

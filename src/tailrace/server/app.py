@@ -295,11 +295,11 @@ class CredentialWatch:
             self._timer = None
         self._verifier.close()
 
-    def connect(self, telemetry: ServerMetrics) -> None:
+    def register_metrics(self, metrics: ServerMetrics) -> None:
         book = self._verifier.book
-        telemetry.api_keys.read = lambda: len(book.keys)
-        telemetry.revocations.read = lambda: len(book.revocations)
-        telemetry.connections_revoked.read = lambda: self.closed
+        metrics.api_keys.read = lambda: len(book.keys)
+        metrics.revocations.read = lambda: len(book.revocations)
+        metrics.connections_revoked.read = lambda: self.closed
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)

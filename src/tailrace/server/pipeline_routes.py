@@ -286,27 +286,6 @@ class IndexWaitTimer:
                     self._telemetry.pipeline_seal_to_published_seconds.observe(waited_s)
 
 
-def connect_pipeline_metrics(telemetry: ServerMetrics, routes: PipelineRoutes) -> None:
-    state, publishing = routes.state, routes.publishing
-
-    def outcomes() -> Iterable[tuple[list[str], float]]:
-        return [([job, outcome], count) for (job, outcome), count in sorted(publishing.outcomes.items())]
-
-    for name in STATES:
-        telemetry.pipeline_state.reads[(name,)] = lambda name=name: float(state.displayed_state == name)
-    telemetry.pipeline_restarts.read = lambda: state.restarts
-    telemetry.pipeline_backlog_segments.read = lambda: state.backlog()[0]
-    telemetry.pipeline_backlog_oldest_seconds.read = lambda: state.backlog()[2] / 1000
-    telemetry.pipeline_publish.each = outcomes
-    telemetry.pipeline_rows.reads[("companions",)] = lambda: publishing.rows
-    telemetry.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
-    telemetry.compacted_segments.read = lambda: publishing.compacting.segments
-    telemetry.pipeline_rss_bytes.read = lambda: float(
-        _parse_int(None if state.heartbeat is None else state.heartbeat.rss_bytes)
-    )
-    telemetry.pipeline_quarantined_segments.read = lambda: state.quarantined
-
-
 def _parse_int(text: str | None) -> int:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= 18 else 0
 
@@ -346,6 +325,26 @@ class PipelineRoutes:
         self.work.start()
         self.publishing.compacting.start()
         self._log.publisher.on_change.append(self.index_waits.changed)
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        state, publishing = self.state, self.publishing
+
+        def outcomes() -> Iterable[tuple[list[str], float]]:
+            return [([job, outcome], count) for (job, outcome), count in sorted(publishing.outcomes.items())]
+
+        for name in STATES:
+            metrics.pipeline_state.reads[(name,)] = lambda name=name: float(state.displayed_state == name)
+        metrics.pipeline_restarts.read = lambda: state.restarts
+        metrics.pipeline_backlog_segments.read = lambda: state.backlog()[0]
+        metrics.pipeline_backlog_oldest_seconds.read = lambda: state.backlog()[2] / 1000
+        metrics.pipeline_publish.each = outcomes
+        metrics.pipeline_rows.reads[("companions",)] = lambda: publishing.rows
+        metrics.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
+        metrics.compacted_segments.read = lambda: publishing.compacting.segments
+        metrics.pipeline_rss_bytes.read = lambda: float(
+            _parse_int(None if state.heartbeat is None else state.heartbeat.rss_bytes)
+        )
+        metrics.pipeline_quarantined_segments.read = lambda: state.quarantined
 
     def connect(self, details: DetailsRoutes) -> None:
         """Let `_details` and `_index_status` show the indexing progress."""

@@ -13,8 +13,7 @@ import shlex
 import signal
 import ssl
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +44,7 @@ from tailrace.server import startup
 from tailrace.server.app import CredentialWatch, TailraceApp
 from tailrace.server.health import MetricsApp
 from tailrace.server.metrics_stream import MetricsWriter, build_series_recorder
-from tailrace.server.pipeline_routes import PipelineRoutes, connect_pipeline_metrics
+from tailrace.server.pipeline_routes import PipelineRoutes
 from tailrace.server.request_tracing import RequestObserver, observes_requests
 from tailrace.server.resource_guards import DiskGuard, MemoryGuard, memory_limit_bytes
 from tailrace.server.server_details import SealRoute, ServerParts, ServerRoutes
@@ -61,53 +60,6 @@ from tailrace.watch.service import WatchService
 
 if TYPE_CHECKING:
     from tailrace.server.trace_export import Tracing
-
-
-def connect_storage_metrics(
-    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, index_files: IndexFileService
-) -> None:
-    readers = (cold.parts, index_files.parts, index_files.lexicons)
-
-    def requests() -> Iterable[tuple[list[str], float]]:
-        made = Counter(sealing.requests)
-        for parts in readers:
-            if parts.objects is not None:
-                made += parts.objects.requests
-        return [([kind], count) for kind, count in sorted(made.items())]
-
-    def sent() -> int:
-        return 0 if sealing.sealer is None else sealing.sealer.bytes_out
-
-    def received() -> int:
-        sealer = 0 if sealing.sealer is None else sealing.sealer.bytes_in
-        return sealer + sum(parts.fetched_bytes for parts in readers)
-
-    telemetry.hot_bytes.read = lambda: sealing.backlog.stored_bytes
-    telemetry.unsealed_bytes.read = lambda: sealing.backlog.waiting_bytes
-    telemetry.spooled_bytes.read = sealing.spooled_bytes
-    telemetry.seal_queue.read = lambda: sealing.queued
-    telemetry.sealed_segments.read = lambda: sealing.dispatcher.segments
-    telemetry.sealed_bytes.read = lambda: sealing.dispatcher.segment_bytes
-    telemetry.seal_failures.read = lambda: sealing.health.failures
-    telemetry.seal_conflicts.read = lambda: len(sealing.dispatcher.conflicts)
-    trims, sweeps = sealing.retention, sealing.sweep
-    telemetry.trimmed_entries.read = lambda: trims.entries
-    telemetry.trimmed_segments.read = lambda: trims.segments
-    telemetry.trimmed_bytes.read = lambda: trims.segment_bytes
-    telemetry.sweeps.read = lambda: sweeps.passes
-    telemetry.swept_objects.read = lambda: sweeps.seen.objects
-    telemetry.swept_orphans.read = lambda: sweeps.seen.orphans
-    telemetry.swept_orphan_bytes.read = lambda: sweeps.seen.orphan_bytes
-    telemetry.swept_tombstones.read = lambda: sweeps.seen.forgotten
-    telemetry.object_store_ok.read = lambda: float(sealing.health.state == "ok")
-    telemetry.object_requests.each = requests
-    telemetry.object_sent_bytes.read = sent
-    telemetry.object_received_bytes.read = received
-    telemetry.cold_cache_bytes.read = lambda: cold.parts.cached_bytes
-    telemetry.cold_reads.reads[("cache",)] = lambda: cold.counts.hits
-    telemetry.cold_reads.reads[("store",)] = lambda: cold.counts.misses
-    telemetry.cold_reads.reads[("shared",)] = lambda: cold.counts.shared
-    telemetry.cold_failures.read = lambda: cold.counts.corrupt
 
 
 logger = logging.getLogger("tailrace")
@@ -211,12 +163,11 @@ class Server:
             self.log, settings.object_store_url, directory.path / "companions", limits, loop
         )
         self.app.use_index_files(self._index_files)
-        self._index_files.connect(self.telemetry)
         self.app.search.seal_early(self.sealing.seal_now)
         self.pipeline = PipelineRoutes(context, self.sealing, self._cold)
         self.pipeline.connect(self.app.details)
-        readers = (self._cold.parts, self._index_files.parts, self._index_files.lexicons)
-        connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
+        self._object_caches = (self._cold.parts, self._index_files.parts, self._index_files.lexicons)
+        connect_details(self.app.details, self.sealing, self._object_caches, self.app.search.tail)
         self.app.health.object_store = lambda: self.sealing.state
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
         self._memory = self._guard_memory(memory_limit_bytes(limits))
@@ -267,7 +218,7 @@ class Server:
         self._http = HttpServer(self.listener_app(), limits, on_drain=self.app.end_live)
         if self._verifier is not None:
             self._http.admit_body = self.app.has_token
-        self._connect_telemetry(self._http)
+        self._register_metrics(self._http)
         self._certificate = load_certificate(settings)
         tls = None if self._certificate is None else self._certificate.context
         port = await self._listen(self._http, settings.port, tls)
@@ -403,7 +354,7 @@ class Server:
         if self._observed is not None:
             self._observed.synced(seconds, records)
 
-    def _connect_telemetry(self, http: HttpServer) -> None:
+    def _register_metrics(self, http: HttpServer) -> None:
         telemetry, log = self.telemetry, self.log
         log.committer.observe_sync = telemetry.observe_sync if self._tracing is None else self._observe_sync
         telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
@@ -417,31 +368,14 @@ class Server:
         telemetry.connections.read = lambda: http.connections_open
         telemetry.connections_max.read = lambda: http.limits.connections
         telemetry.connections_refused.read = lambda: http.connections_refused
-        telemetry.append_entries.read = lambda: log.publisher.entries
-        telemetry.append_bytes.read = lambda: log.publisher.bytes
-        telemetry.append_queue_bytes.read = lambda: log.committer.queued_bytes
-        waiting = log.room_queue
-        telemetry.append_waiting_requests.read = lambda: waiting.count
-        telemetry.append_waiting_bytes.read = lambda: waiting.bytes
-        telemetry.append_waits.read = lambda: waiting.waited
-        telemetry.journal_failures.read = lambda: log.failures
-        telemetry.streams.read = log.count_streams
-        telemetry.streams_loaded.read = lambda: len(log.streams.by_number)
-        telemetry.tail_memory_bytes.read = lambda: log.streams.memory_bytes
-        telemetry.journal_bytes.read = log.journal.size_bytes
-        telemetry.checkpoint_lag_bytes.read = lambda: self._checkpoints.lag_bytes
-        telemetry.checkpoints.read = lambda: self._checkpoints.done
-        telemetry.disk_free_bytes.read = self._disk.free_bytes
-        telemetry.hot_free_bytes.read = self._disk.reusable_bytes
-        for mode in ("long-poll", "sse", "ws"):
-            telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
-        connect_storage_metrics(telemetry, self.sealing, self._cold, self._index_files)
-        connect_pipeline_metrics(telemetry, self.pipeline)
-        telemetry.live_demoted.read = lambda: self.app.live.demoted
-        telemetry.spark_reads.read = lambda: self.app.reads.spark_reads
-        telemetry.identity_limited.read = lambda: self.app.rates.refused
+        for owner in (
+            *(log, self._checkpoints, self._disk, self._cold, self._index_files, self.pipeline),
+            *(self.app.live, self.app.reads, self.app.rates),
+        ):
+            owner.register_metrics(telemetry)
+        self.sealing.register_metrics(telemetry, self._object_caches)
         if self._identities is not None:
-            self._identities.connect(telemetry)
+            self._identities.register_metrics(telemetry)
 
 
 def load_certificate(settings: Settings) -> Certificate | None:

@@ -20,6 +20,7 @@ from tailrace.auth import Identity
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.token_bucket import Rate, TokenBuckets
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import ALONE_HEADER
@@ -50,6 +51,9 @@ class IdentityRateLimiter:
         # Listener for requests of other workers, which have counted the client's request already.
         self.peer_listener: HttpServer | None = None
         self.refused = 0
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.identity_limited.read = lambda: self.refused
 
     def consume(self, identity: Identity, exchange: Exchange) -> None:
         """Count a request, or refuse it with a retry time."""

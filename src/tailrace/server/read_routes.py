@@ -16,6 +16,7 @@ from typing import Final
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.decide import offset_gone, resolve_position
@@ -120,6 +121,9 @@ class ReadRoutes:
         self.filtered = FilteredReads(context, self._registry_of)
         self._rows = ArrowPages(context.loop)
         self.spark_reads = 0
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.spark_reads.read = lambda: self.spark_reads
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log import system_streams
 from tailrace.log.model import Lifetime
 from tailrace.log.records import Recorded, Trim
@@ -126,6 +127,11 @@ class RetentionService:
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
         self._recorded: dict[int, list[int]] = {}  # journal file to the streams whose deletion it records
         self.entries = self.segments = self.segment_bytes = 0  # removed so far
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.trimmed_entries.read = lambda: self.entries
+        metrics.trimmed_segments.read = lambda: self.segments
+        metrics.trimmed_bytes.read = lambda: self.segment_bytes
 
     @property
     def pending(self) -> bool:

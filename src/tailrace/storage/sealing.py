@@ -13,13 +13,14 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.log.model import Stream
@@ -30,6 +31,7 @@ from tailrace.storage.bucket_health import BUCKET_PAUSE_S_MIN, BucketHealth
 from tailrace.storage.hot_store.tables import ColdTables
 from tailrace.storage.manifest_recording import ManifestRecorder
 from tailrace.storage.meta_objects import MetaRecorder
+from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.object_store.request_stats import RequestStats
 from tailrace.storage.ownership import BucketOwner
 from tailrace.storage.retention_service import RetentionService
@@ -322,6 +324,35 @@ class SealingService:
         self.tasks = TaskSet(lambda error: logger.error("sealing stopped unexpectedly", exc_info=error))
         self._tick_s = min(TICK_S, log.limits.seal_interval_ms / 1000)
         self._polled_s = 0.0
+
+    def register_metrics(self, metrics: ServerMetrics, caches: Sequence[ObjectCache]) -> None:
+        """`caches` read from the object store as well; their requests are part of the totals."""
+
+        def requests() -> Iterable[tuple[list[str], float]]:
+            made = Counter(self.requests)
+            for cache in caches:
+                if cache.objects is not None:
+                    made += cache.objects.requests
+            return [([kind], count) for kind, count in sorted(made.items())]
+
+        def received() -> int:
+            sealer = 0 if self.sealer is None else self.sealer.bytes_in
+            return sealer + sum(cache.fetched_bytes for cache in caches)
+
+        metrics.object_requests.each = requests
+        metrics.object_sent_bytes.read = lambda: 0 if self.sealer is None else self.sealer.bytes_out
+        metrics.object_received_bytes.read = received
+        metrics.object_store_ok.read = lambda: float(self.health.state == "ok")
+        metrics.hot_bytes.read = lambda: self.backlog.stored_bytes
+        metrics.unsealed_bytes.read = lambda: self.backlog.waiting_bytes
+        metrics.spooled_bytes.read = self.spooled_bytes
+        metrics.seal_queue.read = lambda: self.queued
+        metrics.sealed_segments.read = lambda: self.dispatcher.segments
+        metrics.sealed_bytes.read = lambda: self.dispatcher.segment_bytes
+        metrics.seal_failures.read = lambda: self.health.failures
+        metrics.seal_conflicts.read = lambda: len(self.dispatcher.conflicts)
+        self.retention.register_metrics(metrics)
+        self.sweep.register_metrics(metrics)
 
     # -- start and stop --------------------------------------------------------------------------------
 
