@@ -25,7 +25,7 @@ from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.model import Stream
 from tailrace.protocol import http_headers, stream_names
 from tailrace.routing import responses
-from tailrace.routing.client_address import ClientResolver, load_trusted_proxies
+from tailrace.routing.client_address import ClientResolver
 from tailrace.routing.context import Context
 from tailrace.routing.responses import add_phase, method_not_allowed
 from tailrace.routing.table import CONTROL_PREFIX, STREAM_PREFIX, RoutingTable, is_stream_path, split_key
@@ -66,8 +66,7 @@ class TailraceApp:
         self._verifier = verifier
         self._grants = grants
         settings = context.settings
-        proxies = load_trusted_proxies(settings.trusted_proxies)
-        clients = ClientResolver(settings.edge_signing_key, context.clock, proxies)
+        clients = ClientResolver.from_settings(settings, context.clock)
         self.rates = IdentityRateLimiter(context.limits, context.clock, clients)
         self.identities = IdentityRoutes(context, verifier)
         self.live = LiveReaders(context)

@@ -30,14 +30,14 @@ from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warnings
 from tailrace.http.exchange import App
+from tailrace.http.request_log import configure_request_log
 from tailrace.http.server import HttpServer
 from tailrace.http.tls import Certificate
 from tailrace.hub.service import HubService
 from tailrace.log import listing
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
-from tailrace.routing import request_log
-from tailrace.routing.client_address import load_trusted_proxies
+from tailrace.routing.client_address import ClientResolver
 from tailrace.routing.context import Context
 from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.server import startup
@@ -72,7 +72,7 @@ def run(settings: Settings) -> int:
     """`tailrace serve`: run one server process until it stops, and return its exit code."""
     private_files.restrict_umask()
     configure_logging(settings.log_level, settings.log_format)
-    request_log.configure(settings.log_requests, settings.edge_signing_key)
+    configure_request_log(settings.log_requests, ClientResolver.from_settings(settings).log_fields)
     for warning in unknown_variable_warnings(os.environ):
         logger.warning(warning)
     process.set_time_slice(settings.processor_turn_us)
@@ -133,7 +133,6 @@ class Server:
         self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop, own_suffix)
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
         self.context = context
-        request_log.trust(load_trusted_proxies(settings.trusted_proxies))
         self._grants = GrantStore(SYSTEM_CLOCK)
         self._verifier: TokenVerifier | None = None
         if settings.auth_configured:
