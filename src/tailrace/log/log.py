@@ -8,7 +8,7 @@ a change that is not durable yet. Everything runs on the loop thread, so no lock
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,6 +50,7 @@ from tailrace.log.segment_catalogue import INDEX_DOCUMENT, IndexFileCatalogue, d
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.system_streams import SystemStreams, create_system_stream
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
+from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.segments.index_files import PlanHistory
 
 
@@ -63,16 +64,17 @@ class Log(CommitPath):
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         own_suffix: str = "",
+        cold: ColdReader | None = None,
     ) -> None:
+        """`cold` reads entries that are only on the object store; None without one."""
         super().__init__(directory, limits, clock, loop)
         self.room_queue = RoomQueue(self, loop)
         # Logs of several workers share an object store: all but one append a suffix to the names of the
         # system streams that each of them writes.
         self.own_suffix = own_suffix
         self.system_streams = SystemStreams(self.streams, limits, clock, own_suffix)
-        self.is_elsewhere: Callable[[str], bool] = lambda _: False  # whether another log may own a stream
         self._ahead_ns = limits.timestamp_ahead_ms * 1_000_000
-        self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
+        self.reader = Reader(self.streams, self.store, limits.block_cache_bytes, cold)
         self.catalogue = IndexFileCatalogue(self.streams, self.store, loop)
         self.publisher.on_change.append(self.catalogue.changed)
         self.expiry = Expiry(self)

@@ -54,7 +54,6 @@ from tailrace.server.pipeline_process import (
     PipelineProcess,
     PipelineState,
 )
-from tailrace.server.stream_details import DetailsRoutes
 from tailrace.storage.index_coverage import IndexMerge, UncoveredSegment
 from tailrace.storage.index_publication import OBJECTS_MAX, PublicationService
 from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWork
@@ -314,7 +313,6 @@ class PipelineRoutes:
         self.plans = PipelinePlanner(context, sealing, self.work)
         self.state = PipelineState(context, self.work, self.publishing)
         self.index_waits = IndexWaitTimer(context.telemetry)
-        self.demand: Callable[[], PipelineBacklog] = self.state.demand
         self.child: PipelineProcess | None = None
         self._deferred = DeferredResponses()
         self._ending = False
@@ -346,12 +344,8 @@ class PipelineRoutes:
         )
         metrics.pipeline_quarantined_segments.read = lambda: state.quarantined
 
-    def connect(self, details: DetailsRoutes) -> None:
-        """Let `_details` and `_index_status` show the indexing progress."""
-        details.indexed_of = self._indexed_of
-        details.load_index = self._load_index
-
-    def _indexed_of(self, stream: Stream) -> IndexSnapshot | None:
+    def index_snapshot(self, stream: Stream) -> IndexSnapshot | None:
+        """The indexing progress; None if it has to be loaded first."""
         found = self.work.known(stream)
         if found is None:
             return None
@@ -359,14 +353,19 @@ class PipelineRoutes:
         generation = 0 if plans.wanted is None else plans.wanted.generation
         return IndexSnapshot(found.summary, generation, plans.keyed, self._context.clock.now_ns())
 
-    async def _load_index(self, stream: Stream) -> None:
+    async def load_index(self, stream: Stream) -> None:
         found = await self.work.load(stream)
         if stream.number not in self.work.summaries:
             self.work.summaries.put(stream.number, found)
 
-    def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
+    def supervise(
+        self,
+        demand: Callable[[], PipelineBacklog],
+        grant: Callable[[float], str] | None,
+        endpoint: Callable[[], str],
+    ) -> None:
         """Start a local pipeline process whenever there is work."""
-        self.child = PipelineProcess(self._context, self.demand, self.state, grant, endpoint)
+        self.child = PipelineProcess(self._context, demand, self.state, grant, endpoint)
         self.child.start()
 
     async def stop_child(self) -> None:

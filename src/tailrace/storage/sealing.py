@@ -296,8 +296,14 @@ class SealingService:
     """Schedules all work on the object store: sealing, recording of manifests, retention, sweep."""
 
     def __init__(
-        self, log: Log, settings: Settings, deployment: str, loop: asyncio.AbstractEventLoop
+        self,
+        log: Log,
+        settings: Settings,
+        deployment: str,
+        loop: asyncio.AbstractEventLoop,
+        share: SweepShare = "all",
     ) -> None:
+        """`share` is the part of the sweep that is done here, if this is one of several workers."""
         self._log = log
         self._loop = loop
         self._settings = settings
@@ -317,7 +323,7 @@ class SealingService:
         self.meta = MetaRecorder(self, log, settings.recovery_key)
         self.retention = RetentionService(self, log)
         self.sweep = SweepSchedule(self, log)
-        self.share: SweepShare = "all"  # of the sweep, if this is one of several workers
+        self._share: SweepShare = share
         self._rotation = EarlyRotation(log, self._due, self.backlog, self._checkpoint_needed, loop.time())
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
@@ -499,7 +505,7 @@ class SealingService:
                 deployment=self.health.owner.deployment,
                 fence=self.health.owner.fence,
                 limits=self._log.limits,
-                share=self.share,
+                share=self._share,
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
         report = await self.sealer.run_job(kind, numbers, sealed, after, publication)

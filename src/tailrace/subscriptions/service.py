@@ -110,6 +110,7 @@ WAKE_EVENT_RETRY_S: Final = 1
 
 # (runner, whether it is new, error)
 CreatedCallback = Callable[[SubscriptionRunner, bool, TailraceError | None], None]
+AppendCheck = Callable[[AppendRequest, Stream], Sequence[bytes | None] | None]
 
 
 class SubscriptionService:
@@ -122,7 +123,9 @@ class SubscriptionService:
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         telemetry: ServerMetrics,
+        check: AppendCheck | None = None,
     ) -> None:
+        """`check` validates appends to a stream with a schema or a profile."""
         self._log = log
         self._tombstone_ms = settings.limits.tombstone_ms
         self._clock = clock
@@ -133,8 +136,7 @@ class SubscriptionService:
         self._tombstones: dict[str, SubscriptionHead] = {}
         self._index = SubscriptionIndex()
         self._creating = TaskSet()
-        # Validates appends to a stream with a schema or a profile.
-        self.check: Callable[[AppendRequest, Stream], Sequence[bytes | None] | None] | None = None
+        self._check = check
         telemetry.subscriptions.read = lambda: len(self._runners)
 
     # -- lifecycle -----------------------------------------------------------------------------------------
@@ -313,9 +315,9 @@ class SubscriptionService:
         self, name: str, body: bytes, producer: tuple[str, int, int], written: SavedCallback
     ) -> None:
         request = AppendRequest(body, "application/json", producer=producer)
-        if self.check is not None:
+        if self._check is not None:
             # The schema or profile of the wake stream applies to the server too.
-            request.check = self.check
+            request.check = self._check
         self._log.append(self._log.existing(name), request, lambda _, error: written(error), None)
 
     def _wake_event_failed(self, runner: SubscriptionRunner, error: TailraceError) -> None:

@@ -334,7 +334,7 @@ class IndexFileService:
         )
         self.catalogue = IndexCatalogue(self.files, log.catalogue.load, log.reader.levels)
         self.keys = RoutingKeyIndex(self.catalogue)
-        log.reader.history.keys = self.keys
+        log.reader.history.use_key_index(self.keys)
 
     def register_metrics(self, metrics: ServerMetrics) -> None:
         counts = self.files.counts
