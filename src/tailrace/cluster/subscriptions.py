@@ -36,6 +36,7 @@ from tailrace.subscriptions.model import SubscriptionConfig, decode_subscription
 from tailrace.subscriptions.runner import SavedCallback, StepCallback, StreamTail, SubscriptionRunner
 from tailrace.subscriptions.service import AppendCheck, SubscriptionService
 from tailrace.subscriptions.state_machine import Step
+from tailrace.subscriptions.webhooks import StartWebhookSpan
 
 FOLLOW_PATH: Final = "/_worker/follow"
 INTEREST_PATH: Final = "/_worker/interest"
@@ -427,9 +428,10 @@ class ClusterSubscriptions(SubscriptionService):
         loop: asyncio.AbstractEventLoop,
         telemetry: ServerMetrics,
         check: AppendCheck,
+        trace: StartWebhookSpan | None,
         peers: Sequence[PeerClient],
     ) -> None:
-        super().__init__(log, settings, clock, loop, telemetry, check)
+        super().__init__(log, settings, clock, loop, telemetry, check, trace)
         self._peers = peers
         self._event_loop = loop
         self._peer_tails = ClusterTails(peers, self._interest, self.created, self.moved, self.removed)

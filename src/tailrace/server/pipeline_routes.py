@@ -304,14 +304,20 @@ T = TypeVar("T")
 class PipelineRoutes:
     """The server plans and publishes; the pipeline computes, on this machine or another."""
 
-    def __init__(self, context: Context, sealing: SealingService, cold: ColdReader) -> None:
+    def __init__(
+        self,
+        context: Context,
+        sealing: SealingService,
+        cold: ColdReader,
+        on_heartbeat: Callable[[PipelineHeartbeat], None] | None = None,
+    ) -> None:
         self._context = context
         self._log = context.log
         self._cold = cold
         self.work = IndexWork(context.log, index_plan_for, context.loop)
         self.publishing = PublicationService(context.log, sealing, context.loop)
         self.plans = PipelinePlanner(context, sealing, self.work)
-        self.state = PipelineState(context, self.work, self.publishing)
+        self.state = PipelineState(context, self.work, self.publishing, on_heartbeat)
         self.index_waits = IndexWaitTimer(context.telemetry)
         self.child: PipelineProcess | None = None
         self._deferred = DeferredResponses()

@@ -59,6 +59,7 @@ from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.sweep import SweepShare
 from tailrace.subscriptions.routes import SubscriptionRoutes
 from tailrace.subscriptions.service import AppendCheck, SubscriptionService
+from tailrace.subscriptions.webhooks import StartWebhookSpan
 from tailrace.watch.service import WatchService
 from tailrace.watch.sources.stream import OpenRemoteOrigin
 
@@ -138,7 +139,16 @@ def open_storage(
 
 
 MakeSubscriptions = Callable[
-    [Log, Settings, Clock, asyncio.AbstractEventLoop, ServerMetrics, AppendCheck], SubscriptionService
+    [
+        Log,
+        Settings,
+        Clock,
+        asyncio.AbstractEventLoop,
+        ServerMetrics,
+        AppendCheck,
+        StartWebhookSpan | None,
+    ],
+    SubscriptionService,
 ]
 
 
@@ -174,6 +184,8 @@ class Server:
         self._cold, self.log = storage or open_storage(settings, directory, loop)
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
         self.context = context
+        self._tracing = _build_tracing(context)
+        tracer = None if self._tracing is None else self._tracing.tracer
         self._grants = GrantStore(SYSTEM_CLOCK)
         hub_access = HubStreamAccess.from_settings(settings)
         self._verifier: TokenVerifier | None = None
@@ -182,45 +194,42 @@ class Server:
             self._verifier = TokenVerifier(settings, SYSTEM_CLOCK, self._grants, hub_access)
             self._credentials = CredentialWatch(loop, self._verifier)
         self._checkpoints = CheckpointService(self.log)
-        self.sealing = SealingService(self.log, settings, directory.deployment, loop, cluster.sweep_share)
+        self.sealing = SealingService(
+            self.log,
+            settings,
+            directory.deployment,
+            loop,
+            cluster.sweep_share,
+            None if tracer is None else tracer.record_seal,
+        )
         self._index_files = IndexFileService(
             self.log, settings.object_store_url, directory.path / "companions", settings.limits, loop
         )
         self._object_caches = (self._cold.parts, self._index_files.parts, self._index_files.lexicons)
-        self.pipeline = PipelineRoutes(context, self.sealing, self._cold)
+        self.pipeline = PipelineRoutes(
+            context, self.sealing, self._cold, None if tracer is None else tracer.record_heartbeat
+        )
         self.watch = WatchService(
             context, directory.path, self._verifier, self._grants, self.sealing, cluster.open_remote
         )
         self.hub = HubService(context, self._verifier, hub_access, self.sealing)
-        self.app = TailraceApp(
-            context,
-            AppParts(
-                grants=self._grants,
-                verifier=self._verifier,
-                credentials=self._credentials,
-                sealing=self.sealing,
-                index_files=self._index_files,
-                object_caches=self._object_caches,
-                pipeline=self.pipeline,
-                watch=self.watch,
-                hub=self.hub,
-                make_buckets=cluster.make_buckets,
-            ),
-        )
+        self.app = self._build_app(cluster)
         self._subscriptions = cluster.make_subscriptions(
-            self.log, settings, SYSTEM_CLOCK, loop, self.telemetry, self.app.guard.check
+            self.log,
+            settings,
+            SYSTEM_CLOCK,
+            loop,
+            self.telemetry,
+            self.app.guard.check,
+            None if tracer is None else tracer.webhook,
         )
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
         self._memory = self._guard_memory(memory_limit_bytes(settings.limits))
         node = self._inspected_parts(context)
-        self.app.table.bind(
-            SubscriptionRoutes(context, self._subscriptions),
-            SealRoute(context, self.sealing),
-            ServerRoutes(node),
-        )
-        assert not self.app.table.unbound(), "a row has a handler that no part of the server has"
+        self._bind_routes(ServerRoutes(node))
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, build_series_recorder(node))
-        self._tracing = self._start_tracing(context)
+        if self._tracing is not None:
+            self._tracing.start()
         self._observed = self._observe(settings)
         self._declared: DeclaredStreamInstaller | None = None
         if settings.init:
@@ -229,6 +238,30 @@ class Server:
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
         self.url = ""
+
+    def _build_app(self, cluster: ClusterParts) -> TailraceApp:
+        parts = AppParts(
+            grants=self._grants,
+            verifier=self._verifier,
+            credentials=self._credentials,
+            sealing=self.sealing,
+            index_files=self._index_files,
+            object_caches=self._object_caches,
+            pipeline=self.pipeline,
+            watch=self.watch,
+            hub=self.hub,
+            make_buckets=cluster.make_buckets,
+        )
+        return TailraceApp(self.context, parts)
+
+    def _bind_routes(self, inspection: ServerRoutes) -> None:
+        """Bind the routes of the parts that are built after the application."""
+        self.app.table.bind(
+            SubscriptionRoutes(self.context, self._subscriptions),
+            SealRoute(self.context, self.sealing),
+            inspection,
+        )
+        assert not self.app.table.unbound(), "a row has a handler that no part of the server has"
 
     def _guard_memory(self, limit_bytes: int) -> MemoryGuard:
         """The memory guard, with all caches that it may evict."""
@@ -364,16 +397,6 @@ class Server:
         if self._tracing is not None:
             self._tracing.close()
 
-    def _start_tracing(self, context: Context) -> Tracing | None:
-        if not context.settings.traces_url:
-            return None
-        from tailrace.server.trace_export import Tracing  # loads an HTTP client
-
-        tracing = Tracing(context)
-        tracing.connect(self.sealing, self.pipeline.state, self._subscriptions.webhooks)
-        tracing.start()
-        return tracing
-
     def _inspected_parts(self, context: Context) -> ServerParts:
         """The parts shown by `/v1/server/_details` and recorded in the metrics stream."""
         app = self.app
@@ -424,6 +447,14 @@ class Server:
         self.sealing.register_metrics(telemetry, self._object_caches)
         if self._credentials is not None:
             self._credentials.register_metrics(telemetry)
+
+
+def _build_tracing(context: Context) -> Tracing | None:
+    if not context.settings.traces_url:
+        return None
+    from tailrace.server.trace_export import Tracing  # loads an HTTP client
+
+    return Tracing(context)
 
 
 def load_certificate(settings: Settings) -> Certificate | None:

@@ -156,7 +156,13 @@ class SealRun(NamedTuple):
 class SealDispatcher:
     """Starts seal jobs for due streams up to a limit, and queues streams again that are not done."""
 
-    def __init__(self, sealing: SealingService, log: Log, due: DueStreams) -> None:
+    def __init__(
+        self,
+        sealing: SealingService,
+        log: Log,
+        due: DueStreams,
+        on_run: Callable[[SealRun], None] | None,
+    ) -> None:
         self._sealing = sealing
         self._log = log
         self._due = due
@@ -165,7 +171,7 @@ class SealDispatcher:
         self.conflicts = SealConflicts(log.streams.get)
         log.publisher.on_change.append(self._changed)
         self.segments = self.segment_bytes = 0
-        self.on_run: Callable[[SealRun], None] | None = None
+        self._on_run = on_run
 
     def dispatch(self) -> None:
         while self._jobs < JOBS_MAX and len(self._due):
@@ -282,8 +288,8 @@ class SealDispatcher:
         self._sealing.call_later(pause_s, lambda: self._due.add(number))
 
     def _notify(self, run: SealRun) -> None:
-        if self.on_run is not None:
-            self.on_run(run)
+        if self._on_run is not None:
+            self._on_run(run)
 
 
 TICK_S = 1.0
@@ -302,8 +308,12 @@ class SealingService:
         deployment: str,
         loop: asyncio.AbstractEventLoop,
         share: SweepShare = "all",
+        on_run: Callable[[SealRun], None] | None = None,
     ) -> None:
-        """`share` is the part of the sweep that is done here, if this is one of several workers."""
+        """`share` is the part of the sweep that is done here, if this is one of several workers.
+
+        `on_run` is called after each run of the sealer.
+        """
         self._log = log
         self._loop = loop
         self._settings = settings
@@ -315,7 +325,7 @@ class SealingService:
         self._due = DueStreams(log.limits)
         self.fork_dependencies = ForkDependencies(self._due, log.streams.get)
         self.backlog = SealBacklog(log)
-        self.dispatcher = SealDispatcher(self, log, self._due)
+        self.dispatcher = SealDispatcher(self, log, self._due, on_run)
         self.sealer: SealerProcess | None = None
         self.request_stats = RequestStats()
         self._threads = ThreadPoolExecutor(1, "leftovers")

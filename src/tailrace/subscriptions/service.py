@@ -41,7 +41,7 @@ from tailrace.subscriptions.runner import (
     SubscriptionRunner,
 )
 from tailrace.subscriptions.state_machine import Step, WakeAnswer
-from tailrace.subscriptions.webhooks import WebhookSender, new_wake_id
+from tailrace.subscriptions.webhooks import StartWebhookSpan, WebhookSender, new_wake_id
 
 
 class SubscriptionIndex:
@@ -124,14 +124,15 @@ class SubscriptionService:
         loop: asyncio.AbstractEventLoop,
         telemetry: ServerMetrics,
         check: AppendCheck | None = None,
+        trace: StartWebhookSpan | None = None,
     ) -> None:
-        """`check` validates appends to a stream with a schema or a profile."""
+        """`check` validates appends to a stream with a schema or a profile; `trace` traces webhook calls."""
         self._log = log
         self._tombstone_ms = settings.limits.tombstone_ms
         self._clock = clock
         self._loop = loop
         self.keys = ServerKeys(log, clock, loop, settings)
-        self.webhooks = WebhookSender(settings, self.keys, clock, loop, telemetry)
+        self.webhooks = WebhookSender(settings, self.keys, clock, loop, telemetry, trace)
         self._runners: dict[str, SubscriptionRunner] = {}
         self._tombstones: dict[str, SubscriptionHead] = {}
         self._index = SubscriptionIndex()

@@ -94,9 +94,6 @@ class WatchService:
         self.registry.restore = self.maintenance.views.restore
         self.registry.on_view_lost = self._on_view_lost
         self.registry.on_before_image_lost = self.gateway.on_before_image_lost
-        collections = CollectionRoutes(context, self.registry, access)
-        collections.on_rules = self._on_rules_changed
-        collections.on_removed = self._on_removed
         self._replication = ReplicationService(context, self.gateway, self._writer)
         self.sources = SourceManager(
             context, self.registry, self.gateway, self._replication.on_changed, open_remote
@@ -105,7 +102,7 @@ class WatchService:
         self.registry.on_applied = self._on_applied
         self.registry.on_page = self.gateway.on_page
         self.routes: tuple[object, ...] = (
-            collections,
+            CollectionRoutes(context, self.registry, access, self._on_rules_changed, self._on_removed),
             DatabaseListingRoutes(context, self.registry),
             StatusRoute(self.registry, self.gateway),
             DocumentRoutes(context, self.gateway, self._writer),
