@@ -55,7 +55,8 @@ class FamilyStates(QueryStates):
         if self.catalogue is None:
             self.families = FamilyStore(self.real, self.directory / "objects")
         self.catalogue = self.searcher.catalogue = self.real.call(self.families.catalogue)
-        self.lexicons = self.real.log.reader.history.keys = RoutingKeyIndex(self.catalogue)
+        self.lexicons = RoutingKeyIndex(self.catalogue)
+        self.real.log.reader.history.use_key_index(self.lexicons)
 
     def close_searcher(self) -> None:
         super().close_searcher()

@@ -100,7 +100,8 @@ class LogHarness:
 
     def _open(self) -> None:
         async def opened() -> Log:
-            log = Log(self.directory, self._limits, self.clock, self.loop)
+            cold = ColdReader(self._bucket, None, 0, self._limits, self.loop)
+            log = Log(self.directory, self._limits, self.clock, self.loop, cold=cold)
             log.open()
             await log.committer.drain()
             return log
@@ -110,8 +111,6 @@ class LogHarness:
         self.writer = StoredStreams(self.directory / "hot.db", writer=True)
         self.retired += self.log.recovered.files
         self.log.on_file_retired = lambda seq, end: self.retired.append((seq, end))
-        cold = ColdReader(self._bucket, None, 0, self._limits, self.loop)
-        self.log.reader.history.cold = cold
 
     def run(self, awaitable: Awaitable[T]) -> T:
         async def main() -> T:

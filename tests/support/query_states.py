@@ -117,8 +117,7 @@ class QueryStates(SearchStates):
     ) -> list[bytes]:
         real = self.real
         context = Context(Settings(limits=PAGE), real.log, real.clock, real.loop, ServerMetrics(), "model")
-        reads = FilteredReads(context, lambda _stream: view.registry)
-        reads.catalogue = self.searcher.catalogue
+        reads = FilteredReads(context, lambda _stream: view.registry, self.searcher.catalogue)
         found: list[bytes] = []
         at, until = stream.earliest, asyncio.get_running_loop().time() + FAR_S
         while at < stream.visible:
@@ -142,8 +141,7 @@ class QueryStates(SearchStates):
         AggregateModel(records, view).check(body, answer)
 
     def list_keys(self, limit: int) -> None:
-        listing = self.real.call(KeyListing, self.real.log)
-        listing.lexicons = self.lexicons
+        listing = self.real.call(KeyListing, self.real.log, self.lexicons)
         found: list[bytes] = []
         more = True
         while more:

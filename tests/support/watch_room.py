@@ -118,9 +118,9 @@ class Room:
         self.heard.clear()
         self.gateway = harness.call(lambda: Gateway(self.context, self.book, self.access, None))
         harness.run(started(self.gateway))
-        self.routes = CollectionRoutes(self.context, self.book, self.access)
-        self.routes.on_rules = self.gateway.on_rules
-        self.routes.on_removed = self._removed
+        self.routes = CollectionRoutes(
+            self.context, self.book, self.access, self.gateway.on_rules, self._removed
+        )
 
     def _applied(self, collection: Collection, change: Change) -> None:
         self.writer.on_applied(collection, change)

@@ -47,8 +47,13 @@ class TokenVerifier:
     """Turns an Authorization header into an identity. Owned by the event loop; never blocks."""
 
     def __init__(
-        self, settings: Settings, clock: Clock = SYSTEM_CLOCK, grants: GrantStore | None = None
+        self,
+        settings: Settings,
+        clock: Clock = SYSTEM_CLOCK,
+        grants: GrantStore | None = None,
+        hub: HubReadPolicy | None = None,
     ) -> None:
+        """`hub` has the rules for reading streams of the hub."""
         self._clock = clock
         self._issuer = settings.auth_issuer
         self._audience = settings.auth_audience
@@ -61,7 +66,7 @@ class TokenVerifier:
         self.grants = GrantStore(clock) if grants is None else grants
         self.book = IdentityStore(IdentityFile(identity_path(settings)), clock)
         self._public = _public_reader(settings)
-        self.hub: HubReadPolicy | None = None  # rules for reading streams of the hub
+        self._hub = hub
         self._verified: LruCache[bytes, Identity] = LruCache(
             entries_max=CACHED_TOKENS_MAX,
             size_max=CACHED_TOKEN_BYTES_MAX,
@@ -114,7 +119,7 @@ class TokenVerifier:
             return self._verify_grant(token)
         identity = self._verify_api_key(token) if api_keys.is_api_key(token) else self._verify_jwt(token)
         self.check_valid(identity)
-        identity = msgspec.structs.replace(identity, hub=self.hub)
+        identity = msgspec.structs.replace(identity, hub=self._hub)
         self._verified.put(authorization, identity)
         return identity
 

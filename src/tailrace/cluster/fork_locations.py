@@ -38,9 +38,13 @@ class ForkLocations:
     def __init__(self, log: Log, cluster: Peers) -> None:
         self._log = log
         self._index, self._placement, self._peers, _ = cluster
-        self.on_moved: Callable[[], None] = _ignore_move  # clears cached owners of paths
+        self._on_moved: list[Callable[[], None]] = []
         self._placing: dict[str, asyncio.Future[None]] = {}
         self._locations = dict(_load_locations(log))
+
+    def notify_moves(self, on_moved: Callable[[], None]) -> None:
+        """Call `on_moved` after each change of a location: owners that were looked up before may be wrong."""
+        self._on_moved.append(on_moved)
 
     def location(self, name: str) -> int:
         """The worker with the stream of a name that this worker owns."""
@@ -139,7 +143,8 @@ class ForkLocations:
                 return
             if error is None:
                 self._locations[name] = source_location
-                self.on_moved()
+                for on_moved in self._on_moved:
+                    on_moved()
             self._end_placing(name)
 
         self._log.put_meta(LOCATION_PREFIX + name, b"%d" % source_location)
@@ -162,7 +167,3 @@ def _load_locations(log: Log) -> Iterator[tuple[str, int]]:
     for key, value in log.streams.meta.items():
         if key.startswith(LOCATION_PREFIX) and log.streams.find(name := key[len(LOCATION_PREFIX) :]) is None:
             yield name, int(value)
-
-
-def _ignore_move() -> None:
-    return

@@ -94,7 +94,6 @@ class ClusterPipeline:
         self._names: LruCache[str, str] = LruCache(entries_max=NAMES_MAX)
         self._backlogs: dict[int, PipelineBacklog] = {}  # of other workers, as last polled
         self._tasks = TaskSet()
-        routes.demand = self._total_backlog
 
     def start(self) -> None:
         """Poll the backlogs, if a local pipeline is started by the server."""
@@ -187,7 +186,7 @@ class ClusterPipeline:
 
     # -- backlog -----------------------------------------------------------------------------------------
 
-    def _total_backlog(self) -> PipelineBacklog:
+    def total_backlog(self) -> PipelineBacklog:
         return sum(self._backlogs.values(), self._routes.state.demand())
 
     async def _poll_backlogs(self) -> None:

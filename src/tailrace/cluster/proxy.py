@@ -6,7 +6,7 @@ two hops: to the worker that owns the name, and from there to the worker of a fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -59,7 +59,12 @@ class ProxyApp:
         fork_locations: ForkLocations,
         gather: ScatterGather,
         handover: HandoverSender,
+        await_subscriptions: AwaitSubscriptions | None,
+        pipeline: Callable[[Exchange, Identity], None] | None,
     ) -> None:
+        """The last two are those of the first worker. Subscriptions cover the streams of all workers: their
+        requests wait for the updates.
+        """
         self._routes = routes
         self._log = context.log
         self._loop = context.loop
@@ -73,14 +78,13 @@ class ProxyApp:
         self._traces = self._placement.owner(spans) if spans else self._index
         self._owners: dict[bytes, int] = {}  # by path, of streams
         self._later = DeferredResponses()
-        # Subscriptions cover the streams of all workers: wait for their updates before a request.
-        self.await_subscriptions: AwaitSubscriptions | None = None
-        self.pipeline: Callable[[Exchange, Identity], None] | None = None  # set on the first worker
+        self._await_subscriptions = await_subscriptions
+        self._pipeline = pipeline
         self.on_forget: list[Callable[[], None]] = []  # clears the handlers that listeners have cached
         self.fixed_headers = app.fixed_headers
         self.refuse = app.refuse
         self.common_headers = app.common_headers
-        fork_locations.on_moved = self.forget
+        fork_locations.notify_moves(self.forget)
 
     # -- called by the HTTP server -----------------------------------------------------------------------
 
@@ -144,10 +148,10 @@ class ProxyApp:
         elif path == SEAL_PATH and (name := parse_query(exchange.query).get("stream")):
             self._later.respond(exchange, self._forward_to_owner(exchange, name, hops))
         elif path.startswith(PIPELINE_PREFIX):
-            if self.pipeline is None:
+            if self._pipeline is None:
                 self._forward_to(FIRST_WORKER, exchange, hops)
             else:
-                self.pipeline(exchange, self._routes.identify(exchange))
+                self._pipeline(exchange, self._routes.identify(exchange))
         elif self._gather.handles(exchange):
             self._check_gathered(exchange)
             self._later.respond(exchange, self._gather.respond(exchange))
@@ -167,10 +171,10 @@ class ProxyApp:
             authorise(identity, Action.SEAL if exchange.path == SEAL_PATH else Action.INSPECT_SERVER)
 
     def _is_for_first(self, exchange: Exchange) -> bool:
-        found, hub = self._routes.table.find(exchange.path), self._routes.hub
+        found = self._routes.table.find(exchange.path)
         if found is not None:
             return found[0].place == "first"
-        return hub is not None and hub.routes.accepts_at_root(exchange)
+        return self._routes.hub.routes.accepts_at_root(exchange)
 
     def _stream(self, exchange: Exchange, hops: int) -> None:
         creates = exchange.method == b"PUT"
@@ -227,7 +231,7 @@ class ProxyApp:
                 self._relay(owner, exchange, hops)
             else:
                 self._forward(owner, exchange)
-        elif self.await_subscriptions is not None and exchange.path.startswith(CONTROL_PREFIX):
+        elif self._await_subscriptions is not None and exchange.path.startswith(CONTROL_PREFIX):
             self._later.respond(exchange, self._handle_synchronised(exchange))
         else:
             self._app.handle(exchange)
@@ -241,8 +245,8 @@ class ProxyApp:
         self._peers[owner].relay(exchange, hops, owner_wait_s(exchange.path))
 
     async def _handle_synchronised(self, exchange: Exchange) -> None:
-        assert self.await_subscriptions is not None
-        await self.await_subscriptions()
+        assert self._await_subscriptions is not None
+        await self._await_subscriptions()
         if not exchange.answered:
             self._app.handle(exchange)
 
@@ -263,16 +267,19 @@ def owner_wait_s(path: bytes) -> float:
 class PeerApp:
     """The application of a worker's unix socket: forwarded requests, and those of the workers themselves."""
 
-    def __init__(self, proxy: ProxyApp, app: App) -> None:
+    def __init__(
+        self, proxy: ProxyApp, app: App, handlers: Mapping[bytes, Callable[[Exchange], None]]
+    ) -> None:
+        """`handlers` respond to requests of the workers themselves, by path."""
         self._proxy = proxy
         self._app = app
-        self.handlers: dict[bytes, Callable[[Exchange], None]] = {}
+        self._handlers = handlers
         self.fixed_headers = app.fixed_headers
         self.refuse = app.refuse
         self.common_headers = app.common_headers
 
     def handle(self, exchange: Exchange) -> None:
-        handler = self.handlers.get(exchange.path)
+        handler = self._handlers.get(exchange.path)
         if handler is not None:
             handler(exchange)
             return

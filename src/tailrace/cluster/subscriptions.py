@@ -34,13 +34,13 @@ from tailrace.protocol.stream_names import NamePattern
 from tailrace.routing import responses
 from tailrace.subscriptions.model import SubscriptionConfig, decode_subscriptions
 from tailrace.subscriptions.runner import SavedCallback, StepCallback, StreamTail, SubscriptionRunner
-from tailrace.subscriptions.service import SubscriptionService
+from tailrace.subscriptions.service import AppendCheck, SubscriptionService
 from tailrace.subscriptions.state_machine import Step
+from tailrace.subscriptions.webhooks import StartWebhookSpan
 
 FOLLOW_PATH: Final = "/_worker/follow"
 INTEREST_PATH: Final = "/_worker/interest"
 WAKE_PATH: Final = "/_worker/wake"
-AppendCheck = Callable[[AppendRequest, Stream], Sequence[bytes | None] | None]
 
 UNSENT_BYTES_MAX: Final = 16 * 1024 * 1024
 SHOWN_BYTES_MAX: Final = 1024 * 1024  # of existing streams; the rest is for changes
@@ -427,9 +427,11 @@ class ClusterSubscriptions(SubscriptionService):
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         telemetry: ServerMetrics,
+        check: AppendCheck,
+        trace: StartWebhookSpan | None,
         peers: Sequence[PeerClient],
     ) -> None:
-        super().__init__(log, settings, clock, loop, telemetry)
+        super().__init__(log, settings, clock, loop, telemetry, check, trace)
         self._peers = peers
         self._event_loop = loop
         self._peer_tails = ClusterTails(peers, self._interest, self.created, self.moved, self.removed)

@@ -6,6 +6,8 @@ The supervisor sends a worker its `WorkerSetup` as a line of JSON on standard in
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,22 +19,21 @@ from tailrace.cluster.peers import FIRST_WORKER, Peers, Placement, system_stream
 from tailrace.cluster.proxy import ClusterMetricsApp, PeerApp, ProxyApp
 from tailrace.cluster.scatter_gather import PEER_METRICS_PATH, ScatterGather
 from tailrace.cluster.subscriptions import ClusterSubscriptions
-from tailrace.common.clock import SYSTEM_CLOCK
 from tailrace.common.limits import Limits
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import App, Exchange
 from tailrace.http.handover import HandoverReceiver, HandoverSender
 from tailrace.http.relay import PeerClient
 from tailrace.http.server import HttpServer
+from tailrace.log.log import Log
 from tailrace.log.system_streams import METRICS_STREAM
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
-from tailrace.routing.context import Context
-from tailrace.server.process import Server
+from tailrace.server.pipeline_process import PipelineBacklog
+from tailrace.server.process import ClusterParts, Server, open_storage
 from tailrace.server.rate_limits import SharedTokenBuckets
 from tailrace.storage.bootstrap import BootstrapReport
 from tailrace.storage.data_directory import DataDirectory
-from tailrace.subscriptions.service import SubscriptionService
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,13 +88,22 @@ class WorkerServer(Server):
         bounds = limits.request_ms, limits.append_queue_max_bytes
         self.peers = {index: PeerClient(setup.socket(index), loop, *bounds) for index in workers}
         handover_sockets = {index: setup.handover_socket(index) for index in workers}
-        super().__init__(setup.settings, directory, loop, system_stream_suffix(setup.index))
         cluster = Peers(setup.index, Placement(setup.count), self.peers, handover_sockets)
-        self.sealing.share = "first" if setup.index == FIRST_WORKER else "rest"
-        self._fork_locations = fork_locations.ForkLocations(self.log, cluster)
-        self.log.is_elsewhere = self._fork_locations.is_elsewhere
-        self._gather = ScatterGather(self.peers, setup.settings.limits, directory.deployment)
+        storage = open_storage(setup.settings, directory, loop, system_stream_suffix(setup.index))
+        self._fork_locations = fork_locations.ForkLocations(storage.log, cluster)
+        is_first = setup.index == FIRST_WORKER
+        super().__init__(
+            setup.settings, directory, loop, storage, self._cluster_parts(storage.log, cluster, is_first)
+        )
+        self._gather = ScatterGather(self.peers, limits, directory.deployment)
         self._handover = HandoverSender()
+        self._local_pipeline = pipeline.LocalPipeline(self.pipeline, self.app.table)
+        self._cluster_pipeline: pipeline.ClusterPipeline | None = None
+        if is_first:
+            self._cluster_pipeline = pipeline.ClusterPipeline(
+                self.pipeline, self.app.table, cluster, self._fork_locations
+            )
+        subscriptions = self._subscriptions
         self._proxy = ProxyApp(
             cluster,
             self.context,
@@ -102,45 +112,45 @@ class WorkerServer(Server):
             self._fork_locations,
             self._gather,
             self._handover,
+            subscriptions.synchronise if isinstance(subscriptions, ClusterSubscriptions) else None,
+            None if self._cluster_pipeline is None else self._cluster_pipeline.serve,
         )
-        if isinstance(self._subscriptions, ClusterSubscriptions):
-            self._proxy.await_subscriptions = self._subscriptions.synchronise
-        self._local_pipeline = pipeline.LocalPipeline(self.pipeline, self.app.table)
-        self._cluster_pipeline: pipeline.ClusterPipeline | None = None
-        if self.index == FIRST_WORKER:
-            self._cluster_pipeline = pipeline.ClusterPipeline(
-                self.pipeline, self.app.table, cluster, self._fork_locations
-            )
-            self._proxy.pipeline = self._cluster_pipeline.serve
-            self.watch.sources.open_remote = remote_sources.RemoteOrigins(
-                self.log, cluster, self._fork_locations
-            ).find
         self._feed = feed.TailFeed(self.log, loop, self.app.guard.check)
         self._incoming = system_streams.EventReceiver(self.log, self._prepare)
         self._outgoing = system_streams.EventSender(self.log, self.index, self.peers[FIRST_WORKER])
         self._inner: HttpServer | None = None
         self._adoption: HandoverReceiver | None = None
-        if self.app.rates.any:
-            self.app.rates.buckets = SharedTokenBuckets(Path(setup.rates), self.app.rates.rates)
         peers = tuple(self.peers.values())
         self.telemetry.relayed_requests.read = lambda: sum(peer.relayed for peer in peers)
         self.telemetry.moved_connections.read = lambda: self._handover.handed_over
 
-    # -- overrides -----------------------------------------------------------------------------------------
-
-    def subscriptions(self, context: Context) -> SubscriptionService:
-        if self.index != FIRST_WORKER:
-            return super().subscriptions(context)
-        others = [peer for index, peer in self.peers.items() if index != FIRST_WORKER]
-        return ClusterSubscriptions(
-            self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry, others
+    def _cluster_parts(self, log: Log, cluster: Peers, is_first: bool) -> ClusterParts:
+        parts = ClusterParts(
+            sweep_share="first" if is_first else "rest",
+            is_elsewhere=self._fork_locations.is_elsewhere,
+            make_buckets=partial(SharedTokenBuckets, Path(self._setup.rates)),
         )
+        if not is_first:
+            return parts
+        others = [peer for index, peer in self.peers.items() if index != FIRST_WORKER]
+        return msgspec.structs.replace(
+            parts,
+            open_remote=remote_sources.RemoteOrigins(log, cluster, self._fork_locations).find,
+            make_subscriptions=partial(ClusterSubscriptions, peers=others),
+        )
+
+    # -- overrides -----------------------------------------------------------------------------------------
 
     def listener_app(self) -> App:
         return self._proxy
 
     def metrics_app(self) -> App:
         return ClusterMetricsApp(super().metrics_app(), self._gather)
+
+    def pipeline_demand(self) -> PipelineBacklog:
+        if self._cluster_pipeline is None:
+            return super().pipeline_demand()
+        return self._cluster_pipeline.total_backlog()
 
     async def start_services(self) -> None:
         """Open the peer socket first: starting workers send requests to each other."""
@@ -162,8 +172,7 @@ class WorkerServer(Server):
             await self._outgoing.stop()
 
     async def _open_socket(self) -> None:
-        inner = PeerApp(self._proxy, self.app)
-        inner.handlers = {
+        handlers: dict[bytes, Callable[[Exchange], None]] = {
             fork_locations.LOCATION_PATH.encode(): self._respond_location,
             PEER_METRICS_PATH: self.app.health.metrics,
             system_streams.DELIVER_PATH.encode(): self._incoming.receive,
@@ -174,6 +183,7 @@ class WorkerServer(Server):
             pipeline.BACKLOG_PATH.encode(): self._local_pipeline.respond_backlog,
             **dict.fromkeys(pipeline.PART_PATHS, self._local_pipeline.respond),
         }
+        inner = PeerApp(self._proxy, self.app, handlers)
         self._inner = HttpServer(inner, peer_limits(self._setup.settings.limits))
         self._proxy.on_forget.append(self._inner.cached_heads.clear)
         self.app.rates.peer_listener = self._inner

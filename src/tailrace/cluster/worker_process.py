@@ -19,8 +19,9 @@ from tailrace.cluster.worker import WorkerServer, WorkerSetup
 from tailrace.common import process
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import add_common_fields, configure_logging
+from tailrace.http.request_log import configure_request_log
 from tailrace.log.journal import JournalCorruptError
-from tailrace.routing import request_log
+from tailrace.routing.client_address import ClientResolver
 from tailrace.server import startup
 from tailrace.server.process import SWITCH_INTERVAL_S
 from tailrace.storage.data_directory import DataDirectory
@@ -32,7 +33,7 @@ def main() -> int:
     setup = WorkerSetup.decode(_first_line(sys.stdin.fileno()))
     settings = setup.settings
     configure_logging(settings.log_level, settings.log_format)
-    request_log.configure(settings.log_requests, settings.edge_signing_key)
+    configure_request_log(settings.log_requests, ClientResolver.from_settings(settings).log_fields)
     add_common_fields(worker=setup.index)
     process.set_time_slice(settings.processor_turn_us)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -109,7 +109,7 @@ class EdgeServer:
         mode = settings.edge_upstream_mode
         if len(origins) > 1 and mode == "single":
             raise SettingsError("several upstreams need --upstream-mode any (one deployment) or sharded")
-        self.upstreams = Upstreams(origins, mode, settings.limits, edge_id)
+        self.upstreams = Upstreams(origins, mode, settings.limits, edge_id, self._on_other_server)
         self.telemetry = EdgeTelemetry(__version__)
         token = EdgeToken(settings.edge_token_file) if settings.edge_token_file else None
         context = EdgeContext(settings, self.upstreams, self.telemetry, SYSTEM_CLOCK, edge_id, token)
@@ -141,7 +141,6 @@ class EdgeServer:
         self.app = EdgeApp(
             context, self.gate, self.book, self.slices, self.live, self.long_polls, self.held, self._on_write
         )
-        self.upstreams.deployments.on_change = self._on_other_server
         self._http: StreamingServer | None = None
         self._metrics: HttpServer | None = None
         self._certificate: Certificate | None = None

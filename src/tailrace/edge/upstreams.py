@@ -28,14 +28,19 @@ DIFFERENT_SERVERS = "upstreams are different servers: upstream mode any needs on
 SAME_SERVER = "two upstreams are the same server: upstream mode sharded needs different servers"
 
 
+def _nothing() -> None:
+    """No listener."""
+
+
 class DeploymentCheck:
     """Detects upstreams whose server does not fit the upstream mode."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, on_change: Callable[[], None] = _nothing) -> None:
+        """`on_change` is called when an upstream was replaced by another server."""
         self._mode = mode
         self._accepted: dict[str, str] = {}  # by upstream id
         self._last: dict[str, str] = {}  # includes rejected ones
-        self.on_change: Callable[[], None] = _nothing
+        self._on_change = on_change
 
     def judge(self, upstream_id: str, deployment: str) -> str:
         """Why an upstream cannot be used; empty if it can.
@@ -52,12 +57,8 @@ class DeploymentCheck:
         before = self._last.get(upstream_id, deployment)
         self._accepted[upstream_id] = self._last[upstream_id] = deployment
         if before != deployment:
-            self.on_change()
+            self._on_change()
         return ""
-
-
-def _nothing() -> None:
-    """No listener."""
 
 
 logger = logging.getLogger("tailrace.edge")
@@ -233,9 +234,17 @@ class Upstream:
 class Upstreams:
     """All upstreams, and the placement of streams on them."""
 
-    def __init__(self, origins: list[UpstreamAddress], mode: str, limits: Limits, edge_id: bytes) -> None:
-        self.deployments = DeploymentCheck(mode)
-        self.all = [Upstream(origin, limits, edge_id, self.deployments) for origin in origins]
+    def __init__(
+        self,
+        origins: list[UpstreamAddress],
+        mode: str,
+        limits: Limits,
+        edge_id: bytes,
+        on_other_server: Callable[[], None] = _nothing,
+    ) -> None:
+        """`on_other_server` is called when an upstream was replaced by another server."""
+        deployments = DeploymentCheck(mode, on_other_server)
+        self.all = [Upstream(origin, limits, edge_id, deployments) for origin in origins]
         self.mode = mode
         self._by_id = {upstream.id: upstream for upstream in self.all}
         self._tasks = TaskSet()

@@ -52,6 +52,7 @@ class HttpServer:
         *,
         clock: Clock = SYSTEM_CLOCK,
         on_drain: Callable[[], None] | None = None,
+        admit_body: Callable[[Exchange], bool] | None = None,
     ) -> None:
         self.app = app
         self.limits = limits
@@ -61,7 +62,7 @@ class HttpServer:
         self.on_drain = on_drain
         # Called before waiting for a body that did not arrive with its head: returns whether the client is
         # authenticated, or raises to respond without reading the body.
-        self.admit_body: Callable[[Exchange], bool] | None = None
+        self.admit_body = admit_body
         # Counters.
         self.requests = 0
         self.responses: dict[tuple[bytes, int], int] = {}  # by method and status

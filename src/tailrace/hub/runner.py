@@ -209,7 +209,10 @@ FAILPOINT_BY_STREAM: Final = {
 class EffectRunner:
     """Owned by the loop thread. Effects run in the order of their requests."""
 
-    def __init__(self, context: Context, hub: Hub, streams: LogStreams) -> None:
+    def __init__(
+        self, context: Context, hub: Hub, streams: LogStreams, on_bounds: Callable[[], None]
+    ) -> None:
+        """`on_bounds` is called when a stream may be trimmed."""
         self._context = context
         self._log = context.log
         self.now_ns = context.clock.now_ns
@@ -225,7 +228,7 @@ class EffectRunner:
         self._tasks = TaskSet()
         self._tick: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
-        self.on_bounds: Callable[[], None] | None = None  # called when a stream may be trimmed
+        self._on_bounds = on_bounds
 
     # -- time ------------------------------------------------------------------------------------------
 
@@ -320,8 +323,8 @@ class EffectRunner:
         elif type(effect) is ListStreams:
             names = self._streams.names(effect.prefix, effect.after, effect.names_max)
             self._after(partial(effect.then, names))
-            if self.hub.sweep.bounds and self.on_bounds is not None:
-                self.on_bounds()
+            if self.hub.sweep.bounds:
+                self._on_bounds()
         else:
             assert isinstance(effect, DeleteStream)
             self._remove(effect)

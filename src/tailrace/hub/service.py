@@ -41,6 +41,10 @@ class HubStreamAccess:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
+    @classmethod
+    def from_settings(cls, settings: Settings) -> HubStreamAccess:
+        return cls(_load_policy(settings))
+
     def may_read(self, identity: Identity, name: str) -> bool:
         """Topics need the right to subscribe, the registry to discover, a mailbox the right to its address.
 
@@ -59,6 +63,10 @@ class HubStreamAccess:
         return False
 
 
+def _load_policy(settings: Settings) -> Policy:
+    return load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
+
+
 logger = logging.getLogger("tailrace.hub")
 
 SESSION_SECRET_BYTES: Final = 32  # of renewal and resume tokens
@@ -67,26 +75,30 @@ SESSION_SECRET_BYTES: Final = 32  # of renewal and resume tokens
 class HubService:
     """The hub of one server."""
 
-    def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        verifier: TokenVerifier | None,
+        access: HubStreamAccess,
+        sealing: SealingService,
+    ) -> None:
         settings = context.settings
         self._context = context
         self._settings = settings
         self._keys = load_signature_keys(settings.hub_keys) if settings.hub_keys else {}
         self.streams = LogStreams(context.log)
-        policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
-        self._reading = HubStreamAccess(policy)
-        if verifier is not None:
-            verifier.hub = self._reading
+        self._access = access
         self.hub = Hub(
             context.limits,
             self.streams,
-            policy,
+            access.policy,
             self._options(settings, verifier),
             lambda: secrets.token_urlsafe(SESSION_SECRET_BYTES),
         )
-        self.runner = EffectRunner(context, self.hub, self.streams)
+        self.runner = EffectRunner(context, self.hub, self.streams, sealing.retention.look_again)
         self.routes = HubRoutes(self.runner, settings)
         self._connect(context.telemetry)
+        sealing.retention.add_bounds(self._bounds)
 
     def _options(self, settings: Settings, verifier: TokenVerifier | None) -> HubOptions:
         return HubOptions(
@@ -102,12 +114,6 @@ class HubService:
             on_bug=_log_bug,
             on_broadcast=self._context.telemetry.hub_broadcast_seconds.observe,
         )
-
-    def connect(self, sealing: SealingService) -> None:
-        """Adds the hub's trim bounds to those of the sealing service."""
-        others = sealing.retention.bounds
-        sealing.retention.bounds = lambda: [*(others() if others is not None else ()), *self._bounds()]
-        self.runner.on_bounds = sealing.retention.look_again
 
     def _bounds(self) -> list[RetentionBound]:
         """The bounds of the last sweep, once; the next sweep finds what is left."""
@@ -128,7 +134,7 @@ class HubService:
         """SIGHUP: reloads policy and keys, and disconnects sessions that the new policy denies."""
         settings = self._settings
         try:
-            policy = load_policy(settings.hub_policy, topics_open=settings.hub_topics_default == "allow")
+            policy = _load_policy(settings)
             keys = load_signature_keys(settings.hub_keys) if settings.hub_keys else {}
         except TailraceError as error:
             logger.error(
@@ -137,7 +143,7 @@ class HubService:
             )
             return
         self._keys = keys
-        self.hub.policy = self._reading.policy = policy
+        self.hub.policy = self._access.policy = policy
         self.hub.rates.policy = policy
         now_ms = self.runner.now_ms()
         session_lifecycle.disconnect_denied(self.hub, now_ms)

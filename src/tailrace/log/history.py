@@ -85,17 +85,21 @@ class KeyIndex(Protocol):
 
 
 class History:
-    """Fetches blocks. `cold` is set at start if the server has an object store."""
+    """Fetches blocks, from the object store only if there is a cold reader."""
 
-    def __init__(self, store: StoredStreams, streams: Streams) -> None:
+    def __init__(self, store: StoredStreams, streams: Streams, cold: ColdReader | None = None) -> None:
         self._store = store
         self._streams = streams
         self._threads = ThreadPoolExecutor(HISTORY_THREADS, "read")
-        self.cold: ColdReader | None = None
+        self.cold = cold
         self.keys: KeyIndex | None = None
         self.fetching = 0  # reads of the hot store that run or wait for a thread
         self._reads: dict[tuple[int, int, int], asyncio.Future[list[Block] | StoredSegment]] = {}
         self.joined = 0  # reads that shared a running one
+
+    def use_key_index(self, keys: KeyIndex) -> None:
+        """Skip entries by the index of routing keys, which reads the log and so is built after it."""
+        self.keys = keys
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

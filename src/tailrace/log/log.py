@@ -8,7 +8,7 @@ a change that is not durable yet. Everything runs on the loop thread, so no lock
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log import segment_catalogue, system_streams
 from tailrace.log.backpressure_queue import BackpressureQueue
 from tailrace.log.commit_path import CommitPath
@@ -49,6 +50,7 @@ from tailrace.log.segment_catalogue import INDEX_DOCUMENT, IndexFileCatalogue, d
 from tailrace.log.streams import UNPUBLISHED
 from tailrace.log.system_streams import SystemStreams, create_system_stream
 from tailrace.log.transaction import Reply, Transaction, ignore_reply
+from tailrace.storage.segments.cold_reader import ColdReader
 from tailrace.storage.segments.index_files import PlanHistory
 
 
@@ -62,16 +64,17 @@ class Log(CommitPath):
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         own_suffix: str = "",
+        cold: ColdReader | None = None,
     ) -> None:
+        """`cold` reads entries that are only on the object store; None without one."""
         super().__init__(directory, limits, clock, loop)
         self.backpressure_queue = BackpressureQueue(self, loop)
         # Logs of several workers share an object store: all but one append a suffix to the names of the
         # system streams that each of them writes.
         self.own_suffix = own_suffix
         self.system_streams = SystemStreams(self.streams, limits, clock, own_suffix)
-        self.is_elsewhere: Callable[[str], bool] = lambda _: False  # whether another log may own a stream
         self._ahead_ns = limits.timestamp_ahead_ms * 1_000_000
-        self.reader = Reader(self.streams, self.store, limits.block_cache_bytes)
+        self.reader = Reader(self.streams, self.store, limits.block_cache_bytes, cold)
         self.catalogue = IndexFileCatalogue(self.streams, self.store, loop)
         self.publisher.on_change.append(self.catalogue.changed)
         self.expiry = Expiry(self)
@@ -150,6 +153,20 @@ class Log(CommitPath):
         changed = self.streams.changed_names
         created = sum(1 for name in changed if name in self.streams.by_name)
         return stored + created
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        waiting = self.backpressure_queue
+        metrics.append_entries.read = lambda: self.publisher.entries
+        metrics.append_bytes.read = lambda: self.publisher.bytes
+        metrics.append_queue_bytes.read = lambda: self.committer.queued_bytes
+        metrics.append_waiting_requests.read = lambda: waiting.count
+        metrics.append_waiting_bytes.read = lambda: waiting.bytes
+        metrics.append_waits.read = lambda: waiting.waited
+        metrics.journal_failures.read = lambda: self.failures
+        metrics.journal_bytes.read = self.journal.size_bytes
+        metrics.streams.read = self.count_streams
+        metrics.streams_loaded.read = lambda: len(self.streams.by_number)
+        metrics.tail_memory_bytes.read = lambda: self.streams.memory_bytes
 
     def touch(self, stream: Stream) -> None:
         """Renews a TTL. The renewal is journaled only after a tenth of the TTL, to save writes."""

@@ -31,6 +31,7 @@ from tailrace.log.model import AppendRecord, Block, ReadPart, Stream, fold_recor
 from tailrace.log.publish import TrafficCounts
 from tailrace.log.stored_streams import StoredStreams
 from tailrace.log.streams import Streams
+from tailrace.storage.segments.cold_reader import ColdReader
 
 
 class EntryLabels:
@@ -170,9 +171,11 @@ class BlockCache:
 class Reader:
     """Reads pages of published entries."""
 
-    def __init__(self, streams: Streams, store: StoredStreams, cache_bytes: int) -> None:
+    def __init__(
+        self, streams: Streams, store: StoredStreams, cache_bytes: int, cold: ColdReader | None = None
+    ) -> None:
         self._streams = streams
-        self.history = History(store, streams)
+        self.history = History(store, streams, cold)
         self.cache = BlockCache(cache_bytes)
         self.served: TrafficCounts | None = None  # entries and bytes sent to clients, if counted
 

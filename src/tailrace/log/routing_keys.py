@@ -111,15 +111,15 @@ class SmallestKeys:
 
 
 class KeyListing:
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, lexicons: LexiconReader | None = None) -> None:
         self._log = log
+        self._lexicons = lexicons
         self._gate = asyncio.Semaphore(SCANS_AT_ONCE)
         self._waiting = 0
         # The sorted keys of segments, and their size.
         self.cache: LruCache[str, tuple[list[bytes], int]] = LruCache(
             size_max=CACHE_BYTES_MAX, size_of=lambda _, cached: cached[1]
         )
-        self.lexicons: LexiconReader | None = None
 
     async def page(self, stream: Stream, after: bytes | None, limit: int, seconds_max: float) -> KeyPage:
         """Up to `limit` keys after `after`. Segments that cannot be scanned in time are only counted."""
@@ -178,9 +178,9 @@ class KeyListing:
     ) -> dict[str, LexiconKeys]:
         """The keys of lexicons, by the prefix of the stream whose segments they cover."""
         found: dict[str, LexiconKeys] = {}
-        for owner, after, upto in levels if self.lexicons is not None else ():
-            assert self.lexicons is not None
-            lexical = await self.lexicons.first_keys(
+        for owner, after, upto in levels if self._lexicons is not None else ():
+            assert self._lexicons is not None
+            lexical = await self._lexicons.first_keys(
                 owner, after, upto, smallest.after, smallest.wanted, times
             )
             found_s = time.monotonic()

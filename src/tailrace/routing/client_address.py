@@ -13,8 +13,9 @@ from typing import Final
 from tailrace.auth import EdgeSignature, ForwardedClient
 from tailrace.auth.edge_signature import EDGE_HEADER
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
-from tailrace.common.settings import parse_networks
+from tailrace.common.settings import Settings, parse_networks
 from tailrace.http.exchange import Exchange
+from tailrace.http.request_log import LogFields
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -114,6 +115,10 @@ class ClientResolver:
         self.proxies = proxies
         self._clock = clock
 
+    @classmethod
+    def from_settings(cls, settings: Settings, clock: Clock = SYSTEM_CLOCK) -> ClientResolver:
+        return cls(settings.edge_signing_key, clock, load_trusted_proxies(settings.trusted_proxies))
+
     def client_of(self, exchange: Exchange) -> ForwardedClient | None:
         """The client that an edge forwarded for, verified on demand; None if there is none."""
         value = exchange.headers.get(EDGE_HEADER)
@@ -121,6 +126,14 @@ class ClientResolver:
             return None
         target = exchange.path + (b"?" + exchange.query if exchange.query else b"")
         return self._signature.verify(value, exchange.method, target, self._clock.now_ns() / 1e9)
+
+    def log_fields(self, exchange: Exchange) -> LogFields:
+        """The fields of the request log about a client behind an edge or a proxy."""
+        forwarded = self.client_of(exchange)
+        if forwarded is not None:
+            return {"client": forwarded.ip, "sub": forwarded.sub, "edge": forwarded.edge_id}
+        client = self.proxies.remote_of(exchange)
+        return {} if client == exchange.peer else {"client": client}
 
     def address_of(self, exchange: Exchange) -> str:
         """The client's address without port."""

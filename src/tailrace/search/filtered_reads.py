@@ -249,7 +249,13 @@ SCAN_TIME_SHARE = 0.6
 class FilteredReads:
     """Compiled filters by stream and text, and the scans that use them."""
 
-    def __init__(self, context: Context, registry_of: Callable[[Stream], Registry | None]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        registry_of: Callable[[Stream], Registry | None],
+        catalogue: IndexCatalogue | None = None,
+    ) -> None:
+        """Without a `catalogue` every entry is read."""
         self._loop = context.loop
         self._reader = context.log.reader
         self._limits = context.limits
@@ -259,7 +265,7 @@ class FilteredReads:
         self._cached: LruCache[tuple[int, str], RecordFilter] = LruCache(
             size_max=FILTER_CACHE_BYTES, size_of=lambda key, _: len(key[1]) + FILTER_BASE_BYTES
         )
-        self.catalogue: IndexCatalogue | None = None  # None without an object store
+        self._catalogue = catalogue
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -312,8 +318,8 @@ class FilteredReads:
         """Scan until the page is full, everything is decided, or the time `until` of the event loop."""
         limits = self._limits
         prefilter = None
-        if self.catalogue is not None and scan.decided < stream.sealed:
-            prefilter = IndexPrefilter(self.catalogue, stream, scan.filter.view, scan.filter.query)
+        if self._catalogue is not None and scan.decided < stream.sealed:
+            prefilter = IndexPrefilter(self._catalogue, stream, scan.filter.view, scan.filter.query)
         async with self._slots:
             while not scan.done:
                 entries_max = limits.read_page_entries

@@ -36,6 +36,7 @@ from tailrace.schema.stream_schema import SCHEMA_DOCUMENT
 from tailrace.search.aggregates.groups import aggregate_timeout
 from tailrace.search.aggregates.run import Aggregator
 from tailrace.search.chunk_process import ChunkProcess
+from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.search.openapi import (
     AGGREGATE,
     AGGREGATE_REQUEST,
@@ -129,8 +130,12 @@ class SearchTotals:
 
 
 class SearchRoutes:
-    def __init__(self, context: Context) -> None:
+    def __init__(
+        self, context: Context, catalogue: IndexCatalogue, seal: Callable[[str], Coroutine[None, None, None]]
+    ) -> None:
+        """`seal` seals the stream of a name now."""
         self._context = context
+        self._seal = seal
         self._log = context.log
         limits = context.limits
         running_max = limits.search_concurrency or 2 * (os.cpu_count() or 1)
@@ -145,9 +150,15 @@ class SearchRoutes:
             self._indexing,
             process=self._chunk_processes[0],
             urgent=self._chunk_processes[1],
+            on_pressure=self._seal_early,
         )
         self.searcher = Searcher(
-            context.log.reader, self.tail, self._threads, self._segments_of, limits.search_total_exact_limit
+            context.log.reader,
+            self.tail,
+            self._threads,
+            self._segments_of,
+            limits.search_total_exact_limit,
+            catalogue,
         )
         self.records = PointReader(context.log.reader)
         self.counts = SearchTotals()
@@ -155,29 +166,25 @@ class SearchRoutes:
         self._tasks = TaskSet()
         self._deferred = DeferredResponses(context.limits.request_ms)
 
-    def seal_early(self, seal: Callable[[str], Coroutine[None, None, None]]) -> None:
-        """Set how to seal a stream when the tail index is over budget: index files then replace its rows."""
+    def _seal_early(self, stream: Stream) -> None:
+        """The tail index is over budget: seal a stream, so that index files replace its rows."""
+        now = time.monotonic()
+        requested = self._sealed_early
+        if (
+            stream.visible <= stream.sealed
+            or now - requested.get(stream.number, -inf) < EARLY_SEAL_INTERVAL_S
+        ):
+            return
+        for number in [number for number, at in requested.items() if now - at >= EARLY_SEAL_INTERVAL_S]:
+            del requested[number]
+        requested[stream.number] = now
+        self._spawn(self._request_seal(stream))
 
-        async def request_seal(stream: Stream) -> None:
-            try:
-                await seal(stream.name)
-            except TailraceError as error:
-                logger.info("early seal failed", extra=log_fields(stream=stream.name, error=str(error)))
-
-        def on_pressure(stream: Stream) -> None:
-            now = time.monotonic()
-            requested = self._sealed_early
-            if (
-                stream.visible <= stream.sealed
-                or now - requested.get(stream.number, -inf) < EARLY_SEAL_INTERVAL_S
-            ):
-                return
-            for number in [number for number, at in requested.items() if now - at >= EARLY_SEAL_INTERVAL_S]:
-                del requested[number]
-            requested[stream.number] = now
-            self._spawn(request_seal(stream))
-
-        self.tail.on_pressure = on_pressure
+    async def _request_seal(self, stream: Stream) -> None:
+        try:
+            await self._seal(stream.name)
+        except TailraceError as error:
+            logger.info("early seal failed", extra=log_fields(stream=stream.name, error=str(error)))
 
     def index_new_rows(self, grown: set[Stream]) -> None:
         """Called periodically with the streams that were appended to; empties the set."""

@@ -102,13 +102,15 @@ class Searcher:
         threads: Executor,
         segments_of: Callable[[int], list[SegmentInfo]],
         total_exact_max: int,
+        catalogue: IndexCatalogue | None = None,
     ) -> None:
+        """Without a `catalogue` there are no index files."""
         self.reader = reader
         self.tail = tail
         self.threads = threads
         self.segments_of = segments_of  # by stream number; runs on a thread
         self.total_exact_max = total_exact_max
-        self.catalogue: IndexCatalogue | None = None  # None without an object store
+        self.catalogue = catalogue
         self.range_statistics = RangeStatisticsCache()
         self.scan_rows = SCAN_ROWS
         self.scanning_enabled = True  # if not, rows without an index are omitted

@@ -80,10 +80,12 @@ class TailIndex:
         rows_at_once: int = CHUNK_ROWS,
         process: ChunkProcess | None = None,
         urgent: ChunkProcess | None = None,
+        on_pressure: Callable[[Stream], None] | None = None,
     ) -> None:
         """`process` builds the chunks that no search waits for; without one, `threads` does.
 
-        `urgent` builds those of streams that were searched recently.
+        `urgent` builds those of streams that were searched recently. `on_pressure` is called over budget with
+        the stream that uses most: sealing it lets index files replace its rows.
         """
         self._reader = reader
         self._process = process
@@ -96,8 +98,7 @@ class TailIndex:
         self._searches = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        # Called over budget with the stream that uses most: sealing it lets index files replace its rows.
-        self.on_pressure: Callable[[Stream], None] | None = None
+        self._on_pressure = on_pressure
 
     @property
     def bytes(self) -> int:
@@ -360,9 +361,9 @@ class TailIndex:
 
     def _evict(self) -> None:
         """Over budget: request early sealing, then drop inverted lists, then the oldest chunks."""
-        if self.on_pressure is not None:
+        if self._on_pressure is not None:
             largest = max(self._streams.values(), key=lambda index: index.bytes)
-            self.on_pressure(largest.stream)
+            self._on_pressure(largest.stream)
         by_use = sorted(self._streams.values(), key=lambda index: index.used)
         for index in by_use:
             for chunk in index.chunks:

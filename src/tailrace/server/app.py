@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
+
+import msgspec
 
 from tailrace.auth import ANONYMOUS, GrantStore, Identity, TokenVerifier
 from tailrace.common.errors import TailraceError
@@ -25,7 +27,7 @@ from tailrace.log.commit_path import LogBackpressureError
 from tailrace.log.model import Stream
 from tailrace.protocol import http_headers, stream_names
 from tailrace.routing import responses
-from tailrace.routing.client_address import ClientResolver, load_trusted_proxies
+from tailrace.routing.client_address import ClientResolver
 from tailrace.routing.context import Context
 from tailrace.routing.responses import add_phase, method_not_allowed
 from tailrace.routing.table import CONTROL_PREFIX, STREAM_PREFIX, RoutingTable, is_stream_path, split_key
@@ -41,12 +43,15 @@ from tailrace.server.listing_routes import ListingRoutes, RoutingKeyRoutes
 from tailrace.server.live import LiveReaders
 from tailrace.server.openapi import OpenApiRoutes
 from tailrace.server.otlp_routes import OtlpRoutes
-from tailrace.server.rate_limits import IdentityRateLimiter
+from tailrace.server.pipeline_routes import PipelineRoutes
+from tailrace.server.rate_limits import IdentityRateLimiter, MakeBuckets
 from tailrace.server.read_routes import ReadRoutes
 from tailrace.server.routes import ROUTES
-from tailrace.server.stream_details import DetailsRoutes
+from tailrace.server.stream_details import DetailsRoutes, DetailsSources
 from tailrace.server.stream_routes import StreamRoutes, queue_request
 from tailrace.server.touch_routes import TouchRoutes
+from tailrace.storage.object_store.cache import ObjectCache
+from tailrace.storage.sealing import SealingService
 from tailrace.watch.service import WatchService
 
 logger = logging.getLogger("tailrace.api")
@@ -56,23 +61,38 @@ NAMES_CACHED = 65_536
 PATH_BYTES_CACHED = 256
 
 
+class AppParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a server that exist before its application."""
+
+    grants: GrantStore
+    verifier: TokenVerifier | None
+    credentials: CredentialWatch | None  # None without authentication, as the verifier
+    sealing: SealingService
+    index_files: IndexFileService
+    object_caches: Sequence[ObjectCache]  # of segments and index files
+    pipeline: PipelineRoutes
+    watch: WatchService
+    hub: HubService
+    make_buckets: MakeBuckets  # of the rate limits
+
+
 class TailraceApp:
     """Routes requests to the routes of each room, after authentication."""
 
-    def __init__(
-        self, context: Context, verifier: TokenVerifier | None, grants: GrantStore | None = None
-    ) -> None:
+    def __init__(self, context: Context, parts: AppParts) -> None:
         self._context = context
-        self._verifier = verifier
-        self._grants = grants
+        self._verifier = parts.verifier
+        self._grants = parts.grants
+        self._watch = parts.watch
+        self.hub = parts.hub
         settings = context.settings
-        proxies = load_trusted_proxies(settings.trusted_proxies)
-        clients = ClientResolver(settings.edge_signing_key, context.clock, proxies)
-        self.rates = IdentityRateLimiter(context.limits, context.clock, clients)
-        self.identities = IdentityRoutes(context, verifier)
+        clients = ClientResolver.from_settings(settings, context.clock)
+        self.rates = IdentityRateLimiter(context.limits, context.clock, clients, parts.make_buckets)
+        self.identities = IdentityRoutes(
+            context, parts.verifier, None if parts.credentials is None else parts.credentials.poll
+        )
         self.live = LiveReaders(context)
-        self.reads = ReadRoutes(context, self.live)
-        self.filtered = self.reads.filtered
+        self.reads = ReadRoutes(context, self.live, parts.index_files.catalogue)
         self.guard = AppendValidator(self.live.contracts, context.clock, context.limits)
         streams = self._streams = StreamRoutes(context, self.guard)
         self.adoptions = Adoptions(context, self.guard.candidates)
@@ -82,19 +102,21 @@ class TailraceApp:
         self.touch = TouchRoutes(context)
         self.profile = ProfileRoutes(context, self._profile_changed, self.adoptions)
         self.otlp = OtlpRoutes(context, self.guard)
-        self.health = HealthRoutes(context)
-        self.details = DetailsRoutes(context, self.live)
-        self.routing_keys = RoutingKeyRoutes(context)
-        self.search = SearchRoutes(context)
+        self.health = HealthRoutes(
+            context, lambda: parts.sealing.state, parts.hub.routes.health if settings.hub_root else None
+        )
+        self.routing_keys = RoutingKeyRoutes(context, parts.index_files.keys)
+        self.search = SearchRoutes(context, parts.index_files.catalogue, parts.sealing.seal_now)
+        sources = DetailsSources(parts.sealing, parts.object_caches, self.search.tail, parts.pipeline)
         # `Server` binds the routes of its other parts.
         self.table = RoutingTable(ROUTES)
         self.table.bind(
-            *(streams, self.reads, ListingRoutes(context), self.routing_keys, self.details, self.touch),
+            *(streams, self.reads, ListingRoutes(context), self.routing_keys, self.touch),
+            *(DetailsRoutes(context, self.live, sources), parts.pipeline, parts.hub.routes),
+            *parts.watch.routes,
             *(self.schema, self.profile, self.otlp, self.search, AggregateRoutes(context, self.search)),
             *(self.health, self.identities, OpenApiRoutes(ROUTES)),
         )
-        self.watch: WatchService | None = None
-        self.hub: HubService | None = None
         self._telemetry = context.telemetry
         self._names: dict[bytes, str] = {}  # by path
         self._append = streams.append
@@ -124,7 +146,7 @@ class TailraceApp:
             self._stream(exchange, self.identify(exchange), method, path[len(STREAM_PREFIX) :])
             return
         self._check_body(exchange)
-        if self.hub is not None and self.hub.routes.accepts_at_root(exchange):
+        if self.hub.routes.accepts_at_root(exchange):
             self.hub.routes.websocket(exchange, self.identify)
             return
         try:
@@ -157,12 +179,6 @@ class TailraceApp:
         self._telemetry.refused.add(error.code)
         return responses.render_error(exchange, error)
 
-    def use_index_files(self, files: IndexFileService) -> None:
-        """Set the index files of search, filtered reads and routing keys."""
-        self.search.searcher.catalogue = files.catalogue
-        self.filtered.catalogue = files.catalogue
-        self.routing_keys.listing.lexicons = files.keys
-
     def _profile_changed(self, stream: Stream) -> None:
         self.live.discard_encoded_step()
         self.touch.reset(stream)
@@ -171,21 +187,15 @@ class TailraceApp:
         """Shutdown: end all live connections and waits."""
         self.live.end_all()
         self.touch.end_all()
-        if self.watch is not None:
-            self.watch.close_live()
-        if self.hub is not None:
-            self.hub.end_live()
+        self._watch.close_live()
+        self.hub.end_live()
         self.adoptions.end_all()
         self.otlp.close()
 
     def recheck(self, is_valid: Callable[[Identity], bool]) -> int:
         """Close connections whose credentials are no longer valid, and return how many."""
         closed = self.live.recheck(is_valid) + self.touch.recheck(is_valid)
-        if self.watch is not None:
-            closed += self.watch.recheck(is_valid)
-        if self.hub is not None:
-            closed += self.hub.runner.recheck(is_valid)
-        return closed
+        return closed + self._watch.recheck(is_valid) + self.hub.runner.recheck(is_valid)
 
     def recheck_hub(self) -> None:
         """The hub's rules changed: close connections that may no longer read their hub stream."""
@@ -213,7 +223,7 @@ class TailraceApp:
     def _internal_identity(self, exchange: Exchange) -> Identity:
         """Without authentication: clients are anonymous, jobs of the server have tokens with more rights."""
         credentials = exchange.headers.get(b"authorization")
-        if credentials is None or self._grants is None:
+        if credentials is None:
             return ANONYMOUS
         return self._grants.find(credentials.partition(b" ")[2]) or ANONYMOUS
 
@@ -273,19 +283,25 @@ class TailraceApp:
 auth_logger = logging.getLogger("tailrace.auth")
 
 CREDENTIAL_POLL_S: Final = 1.0
+# Closes connections whose identity is no longer valid, and returns how many.
+Recheck = Callable[[Callable[[Identity], bool]], int]
 
 
 class CredentialWatch:
     """Polls every second for changed keys and revocations, made here or by another process."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, verifier: TokenVerifier, app: TailraceApp) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, verifier: TokenVerifier) -> None:
         self._loop = loop
         self._verifier = verifier
-        self._app = app
+        self._recheck: Recheck | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.closed = 0  # connections closed so far
 
-    def start(self) -> None:
+    def start(self, recheck: Recheck) -> None:
+        """`recheck` closes connections. It is given here because the routes that change keys call `poll`: the
+        application has both, and exists after this.
+        """
+        self._recheck = recheck
         self._verifier.start()
         self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)
 
@@ -295,20 +311,20 @@ class CredentialWatch:
             self._timer = None
         self._verifier.close()
 
-    def connect(self, telemetry: ServerMetrics) -> None:
+    def register_metrics(self, metrics: ServerMetrics) -> None:
         book = self._verifier.book
-        telemetry.api_keys.read = lambda: len(book.keys)
-        telemetry.revocations.read = lambda: len(book.revocations)
-        telemetry.connections_revoked.read = lambda: self.closed
+        metrics.api_keys.read = lambda: len(book.keys)
+        metrics.revocations.read = lambda: len(book.revocations)
+        metrics.connections_revoked.read = lambda: self.closed
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(CREDENTIAL_POLL_S, self._tick)
         self.poll()
 
     def poll(self) -> None:
-        if not self._verifier.poll_changes():
+        if not self._verifier.poll_changes() or self._recheck is None:
             return
-        closed = self._app.recheck(self._verifier.is_valid)
+        closed = self._recheck(self._verifier.is_valid)
         self.closed += closed
         if closed:
             auth_logger.info("closed connections with revoked tokens", extra=log_fields(connections=closed))

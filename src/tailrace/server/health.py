@@ -20,14 +20,20 @@ from tailrace.routing.table import Auth, Identify, Route, route_group
 class HealthRoutes:
     """Health and readiness need no token; metrics do."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(
+        self,
+        context: Context,
+        object_store: Callable[[], str],
+        more: Callable[[], Mapping[str, object]] | None = None,
+    ) -> None:
+        """`object_store` returns "ok" or an error, `more` further fields of the health response."""
         self._context = context
         self.stopping = False
-        self.object_store: Callable[[], str] | None = None  # returns "ok" or an error
-        self.more: Callable[[], Mapping[str, object]] | None = None  # further fields of the health response
+        self._object_store = object_store
+        self._more = more
 
     def health(self, exchange: Exchange, _: object = None) -> None:
-        more: Mapping[str, object] = {} if self.more is None else self.more()
+        more: Mapping[str, object] = {} if self._more is None else self._more()
         self._json(exchange, 200, {"status": "ok", **more})
 
     def ready(self, exchange: Exchange, identify: Identify) -> None:
@@ -47,11 +53,9 @@ class HealthRoutes:
 
     def respond_ready(self, exchange: Exchange, *, in_detail: bool) -> None:
         reason = self.unready_reason
-        details: dict[str, object] = {}
-        if self.object_store is not None:
-            # The error of the store names the bucket and the access key: not for anonymous clients.
-            state = self.object_store()
-            details["object_store"] = state if in_detail else state.partition(":")[0]
+        # The error of the store names the bucket and the access key: not for anonymous clients.
+        state = self._object_store()
+        details = {"object_store": state if in_detail else state.partition(":")[0]}
         if reason is None:
             # Without its object store a server is ready until its backlog is too large.
             ready = {"status": "ready", "deployment": self._context.deployment, **details}

@@ -116,11 +116,14 @@ class RevokedHashLists(TypedDict):
 class IdentityRoutes:
     """Requires the right to manage the whole server. Files are written on a thread."""
 
-    def __init__(self, context: Context, verifier: TokenVerifier | None) -> None:
+    def __init__(
+        self, context: Context, verifier: TokenVerifier | None, on_change: Callable[[], None] | None
+    ) -> None:
+        """`on_change` is called after a change of the records, before the response."""
         self._context = context
         self._verifier = verifier
         self._deferred = DeferredResponses()
-        self.on_change: Callable[[], None] = _ignore_change
+        self._on_change = on_change
         self._marks = (0, *_encode_marks(RevokedHashes()))  # version of the records, ETag and body
 
     # -- keys ------------------------------------------------------------------------------------------
@@ -240,7 +243,8 @@ class IdentityRoutes:
     ) -> Response:
         """Respond when the change is on disk and in effect in this process."""
         found = await asyncio.to_thread(work)
-        self.on_change()
+        if self._on_change is not None:
+            self._on_change()
         status, body = build_response(found)
         head = responses.NO_STORE if body is None else responses.JSON_TYPE + responses.NO_STORE
         return status, head, b"" if body is None else orjson.dumps(body)
@@ -257,10 +261,6 @@ def _encode_marks(marks: RevokedHashes) -> tuple[str, bytes]:
     """ETag and body: the same in every process that has read the same file."""
     body = orjson.dumps({"tokens": sorted(marks.tokens), "subjects": dict(sorted(marks.subjects.items()))})
     return f'"{xxhash.xxh3_128_hexdigest(body)}"', body
-
-
-def _ignore_change() -> None:
-    """The default `on_change`: no connections to recheck."""
 
 
 _TAGGED: Final = headers(always=("ETag",))

@@ -13,7 +13,7 @@ from tailrace.common.timestamps import format_rfc3339
 from tailrace.http.exchange import Exchange
 from tailrace.log.listing import list_streams
 from tailrace.log.model import Stream
-from tailrace.log.routing_keys import KeyListing, KeyPage
+from tailrace.log.routing_keys import KeyListing, KeyPage, LexiconReader
 from tailrace.protocol.http_headers import DEFAULT_CONTENT_TYPE
 from tailrace.protocol.query_params import parse_query
 from tailrace.routing import responses
@@ -120,9 +120,9 @@ SCAN_SHARE = 0.6  # of the request timeout; the rest is for reads in progress wh
 
 
 class RoutingKeyRoutes:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, lexicons: LexiconReader) -> None:
         self._context = context
-        self.listing = KeyListing(context.log)
+        self.listing = KeyListing(context.log, lexicons)
         self._deferred = DeferredResponses(context.limits.request_ms)
 
     def routing_keys(self, exchange: Exchange, _: Identity, name: str) -> None:

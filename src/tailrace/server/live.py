@@ -29,6 +29,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from tailrace.auth import ANONYMOUS, Action, Identity, authorise, invalid_token_error, is_hub_stream
 from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.http.cors import AllowedOrigins
 from tailrace.http.exchange import Exchange
 from tailrace.http.live_transport import (
@@ -637,6 +638,11 @@ class LiveReaders:
         self.open_by_mode = {"long-poll": 0, "sse": 0, "ws": 0}
         self.by_stream: dict[Stream, int] = {}
         self.demoted = 0
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        for mode in self.open_by_mode:
+            metrics.live_connections.reads[(mode,)] = lambda mode=mode: self.open_by_mode[mode]
+        metrics.live_demoted.read = lambda: self.demoted
 
     # -- opening ---------------------------------------------------------------------------------------
 

@@ -84,7 +84,13 @@ class PipelineBacklog(msgspec.Struct, frozen=True):
 class PipelineState:
     """The state of the pipeline as shown to clients; `PipelineProcess` sets that of a supervised one."""
 
-    def __init__(self, context: Context, work: IndexWork, publishing: PublicationService) -> None:
+    def __init__(
+        self,
+        context: Context,
+        work: IndexWork,
+        publishing: PublicationService,
+        on_heartbeat: Callable[[PipelineHeartbeat], None] | None,
+    ) -> None:
         self._context = context
         self._work = work
         self._publishing = publishing
@@ -96,7 +102,7 @@ class PipelineState:
         self.restarts = 0
         self.draining = False
         self.last_error: str | None = None
-        self.on_heartbeat: Callable[[PipelineHeartbeat], None] | None = None
+        self._on_heartbeat = on_heartbeat
 
     # -- heartbeats --------------------------------------------------------------------------------------
 
@@ -104,8 +110,8 @@ class PipelineState:
         """Record a heartbeat; the response says whether the pipeline shall exit."""
         self._heartbeat = heartbeat
         self._heartbeat_s = self._context.loop.time()
-        if self.on_heartbeat is not None:
-            self.on_heartbeat(heartbeat)
+        if self._on_heartbeat is not None:
+            self._on_heartbeat(heartbeat)
         for family, seconds in heartbeat.seconds.items():
             if family in FAMILIES:
                 self.observe(family, seconds)

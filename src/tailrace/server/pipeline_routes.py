@@ -54,7 +54,6 @@ from tailrace.server.pipeline_process import (
     PipelineProcess,
     PipelineState,
 )
-from tailrace.server.stream_details import DetailsRoutes
 from tailrace.storage.index_coverage import IndexMerge, UncoveredSegment
 from tailrace.storage.index_publication import OBJECTS_MAX, PublicationService
 from tailrace.storage.index_work import IndexWork, RollupRewrite, StreamIndexWork
@@ -286,27 +285,6 @@ class IndexWaitTimer:
                     self._telemetry.pipeline_seal_to_published_seconds.observe(waited_s)
 
 
-def connect_pipeline_metrics(telemetry: ServerMetrics, routes: PipelineRoutes) -> None:
-    state, publishing = routes.state, routes.publishing
-
-    def outcomes() -> Iterable[tuple[list[str], float]]:
-        return [([job, outcome], count) for (job, outcome), count in sorted(publishing.outcomes.items())]
-
-    for name in STATES:
-        telemetry.pipeline_state.reads[(name,)] = lambda name=name: float(state.displayed_state == name)
-    telemetry.pipeline_restarts.read = lambda: state.restarts
-    telemetry.pipeline_backlog_segments.read = lambda: state.backlog()[0]
-    telemetry.pipeline_backlog_oldest_seconds.read = lambda: state.backlog()[2] / 1000
-    telemetry.pipeline_publish.each = outcomes
-    telemetry.pipeline_rows.reads[("companions",)] = lambda: publishing.rows
-    telemetry.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
-    telemetry.compacted_segments.read = lambda: publishing.compacting.segments
-    telemetry.pipeline_rss_bytes.read = lambda: float(
-        _parse_int(None if state.heartbeat is None else state.heartbeat.rss_bytes)
-    )
-    telemetry.pipeline_quarantined_segments.read = lambda: state.quarantined
-
-
 def _parse_int(text: str | None) -> int:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= 18 else 0
 
@@ -326,16 +304,21 @@ T = TypeVar("T")
 class PipelineRoutes:
     """The server plans and publishes; the pipeline computes, on this machine or another."""
 
-    def __init__(self, context: Context, sealing: SealingService, cold: ColdReader) -> None:
+    def __init__(
+        self,
+        context: Context,
+        sealing: SealingService,
+        cold: ColdReader,
+        on_heartbeat: Callable[[PipelineHeartbeat], None] | None = None,
+    ) -> None:
         self._context = context
         self._log = context.log
         self._cold = cold
         self.work = IndexWork(context.log, index_plan_for, context.loop)
         self.publishing = PublicationService(context.log, sealing, context.loop)
         self.plans = PipelinePlanner(context, sealing, self.work)
-        self.state = PipelineState(context, self.work, self.publishing)
+        self.state = PipelineState(context, self.work, self.publishing, on_heartbeat)
         self.index_waits = IndexWaitTimer(context.telemetry)
-        self.demand: Callable[[], PipelineBacklog] = self.state.demand
         self.child: PipelineProcess | None = None
         self._deferred = DeferredResponses()
         self._ending = False
@@ -347,12 +330,28 @@ class PipelineRoutes:
         self.publishing.compacting.start()
         self._log.publisher.on_change.append(self.index_waits.changed)
 
-    def connect(self, details: DetailsRoutes) -> None:
-        """Let `_details` and `_index_status` show the indexing progress."""
-        details.indexed_of = self._indexed_of
-        details.load_index = self._load_index
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        state, publishing = self.state, self.publishing
 
-    def _indexed_of(self, stream: Stream) -> IndexSnapshot | None:
+        def outcomes() -> Iterable[tuple[list[str], float]]:
+            return [([job, outcome], count) for (job, outcome), count in sorted(publishing.outcomes.items())]
+
+        for name in STATES:
+            metrics.pipeline_state.reads[(name,)] = lambda name=name: float(state.displayed_state == name)
+        metrics.pipeline_restarts.read = lambda: state.restarts
+        metrics.pipeline_backlog_segments.read = lambda: state.backlog()[0]
+        metrics.pipeline_backlog_oldest_seconds.read = lambda: state.backlog()[2] / 1000
+        metrics.pipeline_publish.each = outcomes
+        metrics.pipeline_rows.reads[("companions",)] = lambda: publishing.rows
+        metrics.pipeline_rows.reads[("compact",)] = lambda: publishing.compacting.rows
+        metrics.compacted_segments.read = lambda: publishing.compacting.segments
+        metrics.pipeline_rss_bytes.read = lambda: float(
+            _parse_int(None if state.heartbeat is None else state.heartbeat.rss_bytes)
+        )
+        metrics.pipeline_quarantined_segments.read = lambda: state.quarantined
+
+    def index_snapshot(self, stream: Stream) -> IndexSnapshot | None:
+        """The indexing progress; None if it has to be loaded first."""
         found = self.work.known(stream)
         if found is None:
             return None
@@ -360,14 +359,19 @@ class PipelineRoutes:
         generation = 0 if plans.wanted is None else plans.wanted.generation
         return IndexSnapshot(found.summary, generation, plans.keyed, self._context.clock.now_ns())
 
-    async def _load_index(self, stream: Stream) -> None:
+    async def load_index(self, stream: Stream) -> None:
         found = await self.work.load(stream)
         if stream.number not in self.work.summaries:
             self.work.summaries.put(stream.number, found)
 
-    def supervise(self, grant: Callable[[float], str] | None, endpoint: Callable[[], str]) -> None:
+    def supervise(
+        self,
+        demand: Callable[[], PipelineBacklog],
+        grant: Callable[[float], str] | None,
+        endpoint: Callable[[], str],
+    ) -> None:
         """Start a local pipeline process whenever there is work."""
-        self.child = PipelineProcess(self._context, self.demand, self.state, grant, endpoint)
+        self.child = PipelineProcess(self._context, demand, self.state, grant, endpoint)
         self.child.start()
 
     async def stop_child(self) -> None:

@@ -13,101 +13,58 @@ import shlex
 import signal
 import ssl
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import uvloop
 
 from tailrace import __version__
 from tailrace.auth import GrantStore, Identity, TokenVerifier
 from tailrace.common import file_descriptors, private_files, process
-from tailrace.common.clock import SYSTEM_CLOCK
+from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import configure_logging, log_fields
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.common.settings_loading import CONFIG_NAME, unknown_variable_warnings
 from tailrace.http.exchange import App
+from tailrace.http.request_log import configure_request_log
 from tailrace.http.server import HttpServer
 from tailrace.http.tls import Certificate
-from tailrace.hub.service import HubService
+from tailrace.hub.service import HubService, HubStreamAccess
 from tailrace.log import listing
 from tailrace.log.journal import JournalCorruptError
 from tailrace.log.log import Log
-from tailrace.routing import request_log
-from tailrace.routing.client_address import load_trusted_proxies
+from tailrace.routing.client_address import ClientResolver
 from tailrace.routing.context import Context
 from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.server import startup
-from tailrace.server.app import CredentialWatch, TailraceApp
+from tailrace.server.app import AppParts, CredentialWatch, TailraceApp
 from tailrace.server.health import MetricsApp
 from tailrace.server.metrics_stream import MetricsWriter, build_series_recorder
-from tailrace.server.pipeline_routes import PipelineRoutes, connect_pipeline_metrics
+from tailrace.server.pipeline_process import PipelineBacklog
+from tailrace.server.pipeline_routes import PipelineRoutes
+from tailrace.server.rate_limits import MakeBuckets, own_buckets
 from tailrace.server.request_tracing import RequestObserver, observes_requests
 from tailrace.server.resource_guards import DiskGuard, MemoryGuard, memory_limit_bytes
 from tailrace.server.server_details import SealRoute, ServerParts, ServerRoutes
 from tailrace.server.startup import DeclaredStreamInstaller
-from tailrace.server.stream_details import connect_details
 from tailrace.storage.checkpoint_service import CheckpointService
 from tailrace.storage.data_directory import DataDirectory
 from tailrace.storage.sealing import SealingService
 from tailrace.storage.segments.cold_reader import ColdReader
+from tailrace.storage.sweep import SweepShare
 from tailrace.subscriptions.routes import SubscriptionRoutes
-from tailrace.subscriptions.service import SubscriptionService
+from tailrace.subscriptions.service import AppendCheck, SubscriptionService
+from tailrace.subscriptions.webhooks import StartWebhookSpan
 from tailrace.watch.service import WatchService
+from tailrace.watch.sources.stream import OpenRemoteOrigin
 
 if TYPE_CHECKING:
     from tailrace.server.trace_export import Tracing
-
-
-def connect_storage_metrics(
-    telemetry: ServerMetrics, sealing: SealingService, cold: ColdReader, index_files: IndexFileService
-) -> None:
-    readers = (cold.parts, index_files.parts, index_files.lexicons)
-
-    def requests() -> Iterable[tuple[list[str], float]]:
-        made = Counter(sealing.requests)
-        for parts in readers:
-            if parts.objects is not None:
-                made += parts.objects.requests
-        return [([kind], count) for kind, count in sorted(made.items())]
-
-    def sent() -> int:
-        return 0 if sealing.sealer is None else sealing.sealer.bytes_out
-
-    def received() -> int:
-        sealer = 0 if sealing.sealer is None else sealing.sealer.bytes_in
-        return sealer + sum(parts.fetched_bytes for parts in readers)
-
-    telemetry.hot_bytes.read = lambda: sealing.backlog.stored_bytes
-    telemetry.unsealed_bytes.read = lambda: sealing.backlog.waiting_bytes
-    telemetry.spooled_bytes.read = sealing.spooled_bytes
-    telemetry.seal_queue.read = lambda: sealing.queued
-    telemetry.sealed_segments.read = lambda: sealing.dispatcher.segments
-    telemetry.sealed_bytes.read = lambda: sealing.dispatcher.segment_bytes
-    telemetry.seal_failures.read = lambda: sealing.health.failures
-    telemetry.seal_conflicts.read = lambda: len(sealing.dispatcher.conflicts)
-    trims, sweeps = sealing.retention, sealing.sweep
-    telemetry.trimmed_entries.read = lambda: trims.entries
-    telemetry.trimmed_segments.read = lambda: trims.segments
-    telemetry.trimmed_bytes.read = lambda: trims.segment_bytes
-    telemetry.sweeps.read = lambda: sweeps.passes
-    telemetry.swept_objects.read = lambda: sweeps.seen.objects
-    telemetry.swept_orphans.read = lambda: sweeps.seen.orphans
-    telemetry.swept_orphan_bytes.read = lambda: sweeps.seen.orphan_bytes
-    telemetry.swept_tombstones.read = lambda: sweeps.seen.forgotten
-    telemetry.object_store_ok.read = lambda: float(sealing.health.state == "ok")
-    telemetry.object_requests.each = requests
-    telemetry.object_sent_bytes.read = sent
-    telemetry.object_received_bytes.read = received
-    telemetry.cold_cache_bytes.read = lambda: cold.parts.cached_bytes
-    telemetry.cold_reads.reads[("cache",)] = lambda: cold.counts.hits
-    telemetry.cold_reads.reads[("store",)] = lambda: cold.counts.misses
-    telemetry.cold_reads.reads[("shared",)] = lambda: cold.counts.shared
-    telemetry.cold_failures.read = lambda: cold.counts.corrupt
 
 
 logger = logging.getLogger("tailrace")
@@ -120,7 +77,7 @@ def run(settings: Settings) -> int:
     """`tailrace serve`: run one server process until it stops, and return its exit code."""
     private_files.restrict_umask()
     configure_logging(settings.log_level, settings.log_format)
-    request_log.configure(settings.log_requests, settings.edge_signing_key)
+    configure_request_log(settings.log_requests, ClientResolver.from_settings(settings).log_fields)
     for warning in unknown_variable_warnings(os.environ):
         logger.warning(warning)
     process.set_time_slice(settings.processor_turn_us)
@@ -164,6 +121,50 @@ async def serve(settings: Settings) -> int:
     return 0
 
 
+class Storage(NamedTuple):
+    """The log, and what reads its entries from the object store."""
+
+    cold: ColdReader
+    log: Log
+
+
+def open_storage(
+    settings: Settings, directory: DataDirectory, loop: asyncio.AbstractEventLoop, own_suffix: str = ""
+) -> Storage:
+    """`own_suffix` is that of the system streams of a worker."""
+    limits = settings.limits
+    cache_bytes = limits.segment_cache_max_bytes
+    cold = ColdReader(settings.object_store_url, directory.path / "cache", cache_bytes, limits, loop)
+    return Storage(cold, Log(directory.path, limits, SYSTEM_CLOCK, loop, own_suffix, cold))
+
+
+MakeSubscriptions = Callable[
+    [
+        Log,
+        Settings,
+        Clock,
+        asyncio.AbstractEventLoop,
+        ServerMetrics,
+        AppendCheck,
+        StartWebhookSpan | None,
+    ],
+    SubscriptionService,
+]
+
+
+class ClusterParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is different in a worker of a server with several processes; the defaults are for one process."""
+
+    sweep_share: SweepShare = "all"
+    is_elsewhere: Callable[[str], bool] = lambda _: False  # whether another worker has or creates a stream
+    open_remote: OpenRemoteOrigin | None = None  # opens a stream of another worker
+    make_subscriptions: MakeSubscriptions = SubscriptionService
+    make_buckets: MakeBuckets = own_buckets
+
+
+ONE_PROCESS: Final = ClusterParts()
+
+
 class Server:
     """All parts of one server process."""
 
@@ -174,69 +175,93 @@ class Server:
         settings: Settings,
         directory: DataDirectory,
         loop: asyncio.AbstractEventLoop,
-        own_suffix: str = "",
+        storage: Storage | None = None,
+        cluster: ClusterParts = ONE_PROCESS,
     ) -> None:
+        """Each part gets the parts that it uses as arguments, so that a part is complete when it is built."""
         self._settings = settings
         self.telemetry = ServerMetrics(__version__)
-        self.log = Log(directory.path, settings.limits, SYSTEM_CLOCK, loop, own_suffix)
+        self._cold, self.log = storage or open_storage(settings, directory, loop)
         context = Context(settings, self.log, SYSTEM_CLOCK, loop, self.telemetry, directory.deployment)
         self.context = context
-        request_log.trust(load_trusted_proxies(settings.trusted_proxies))
+        self._tracing = _build_tracing(context)
+        tracer = None if self._tracing is None else self._tracing.tracer
         self._grants = GrantStore(SYSTEM_CLOCK)
+        hub_access = HubStreamAccess.from_settings(settings)
         self._verifier: TokenVerifier | None = None
+        self._credentials: CredentialWatch | None = None
         if settings.auth_configured:
-            self._verifier = TokenVerifier(settings, SYSTEM_CLOCK, self._grants)
-        self.app = TailraceApp(context, self._verifier, self._grants)
-        self._identities: CredentialWatch | None = None
-        if self._verifier is not None:
-            self._identities = CredentialWatch(loop, self._verifier, self.app)
-            self.app.identities.on_change = self._identities.poll
-        self._subscriptions = self.subscriptions(context)
-        self._subscriptions.check = self.app.guard.check
-        self.watch = self.app.watch = WatchService(context, directory.path, self._verifier)
-        self.watch.gateway.grants = self._grants
-        self.hub = self.app.hub = HubService(context, self._verifier)
-        if settings.hub_root:
-            self.app.health.more = self.hub.routes.health
+            self._verifier = TokenVerifier(settings, SYSTEM_CLOCK, self._grants, hub_access)
+            self._credentials = CredentialWatch(loop, self._verifier)
         self._checkpoints = CheckpointService(self.log)
-        self.sealing = SealingService(self.log, settings, directory.deployment, loop)
-        self.watch.maintenance.connect(self.sealing)
-        self.hub.connect(self.sealing)
-        limits = settings.limits
-        self._cold = ColdReader(
-            settings.object_store_url, directory.path / "cache", limits.segment_cache_max_bytes, limits, loop
+        self.sealing = SealingService(
+            self.log,
+            settings,
+            directory.deployment,
+            loop,
+            cluster.sweep_share,
+            None if tracer is None else tracer.record_seal,
         )
-        self.log.reader.history.cold = self._cold
         self._index_files = IndexFileService(
-            self.log, settings.object_store_url, directory.path / "companions", limits, loop
+            self.log, settings.object_store_url, directory.path / "companions", settings.limits, loop
         )
-        self.app.use_index_files(self._index_files)
-        self._index_files.connect(self.telemetry)
-        self.app.search.seal_early(self.sealing.seal_now)
-        self.pipeline = PipelineRoutes(context, self.sealing, self._cold)
-        self.pipeline.connect(self.app.details)
-        readers = (self._cold.parts, self._index_files.parts, self._index_files.lexicons)
-        connect_details(self.app.details, self.sealing, readers, self.app.search.tail)
-        self.app.health.object_store = lambda: self.sealing.state
+        self._object_caches = (self._cold.parts, self._index_files.parts, self._index_files.lexicons)
+        self.pipeline = PipelineRoutes(
+            context, self.sealing, self._cold, None if tracer is None else tracer.record_heartbeat
+        )
+        self.watch = WatchService(
+            context, directory.path, self._verifier, self._grants, self.sealing, cluster.open_remote
+        )
+        self.hub = HubService(context, self._verifier, hub_access, self.sealing)
+        self.app = self._build_app(cluster)
+        self._subscriptions = cluster.make_subscriptions(
+            self.log,
+            settings,
+            SYSTEM_CLOCK,
+            loop,
+            self.telemetry,
+            self.app.guard.check,
+            None if tracer is None else tracer.webhook,
+        )
         self._disk = DiskGuard(self.log, loop, self._checkpoints.disk_short)
-        self._memory = self._guard_memory(memory_limit_bytes(limits))
+        self._memory = self._guard_memory(memory_limit_bytes(settings.limits))
         node = self._inspected_parts(context)
-        inspection = ServerRoutes(node)
-        inspection.pipeline = self.pipeline.state.details
-        inspection.async_index = self.pipeline.state.concurrency
-        self.app.table.bind(
-            *(SubscriptionRoutes(context, self._subscriptions), *self.watch.routes, self.hub.routes),
-            *(SealRoute(context, self.sealing), self.pipeline, inspection),
-        )
-        assert not self.app.table.unbound(), "a row has a handler that no part of the server has"
+        self._bind_routes(ServerRoutes(node))
         self._stream_metrics = MetricsWriter(self.log, SYSTEM_CLOCK, loop, build_series_recorder(node))
-        self._tracing = self._start_tracing(context)
+        if self._tracing is not None:
+            self._tracing.start()
         self._observed = self._observe(settings)
-        self._declared = DeclaredStreamInstaller(context, Path(settings.init)) if settings.init else None
+        self._declared: DeclaredStreamInstaller | None = None
+        if settings.init:
+            self._declared = DeclaredStreamInstaller(context, Path(settings.init), cluster.is_elsewhere)
         self._certificate: Certificate | None = None
         self._http: HttpServer | None = None
         self._metrics: HttpServer | None = None
         self.url = ""
+
+    def _build_app(self, cluster: ClusterParts) -> TailraceApp:
+        parts = AppParts(
+            grants=self._grants,
+            verifier=self._verifier,
+            credentials=self._credentials,
+            sealing=self.sealing,
+            index_files=self._index_files,
+            object_caches=self._object_caches,
+            pipeline=self.pipeline,
+            watch=self.watch,
+            hub=self.hub,
+            make_buckets=cluster.make_buckets,
+        )
+        return TailraceApp(self.context, parts)
+
+    def _bind_routes(self, inspection: ServerRoutes) -> None:
+        """Bind the routes of the parts that are built after the application."""
+        self.app.table.bind(
+            SubscriptionRoutes(self.context, self._subscriptions),
+            SealRoute(self.context, self.sealing),
+            inspection,
+        )
+        assert not self.app.table.unbound(), "a row has a handler that no part of the server has"
 
     def _guard_memory(self, limit_bytes: int) -> MemoryGuard:
         """The memory guard, with all caches that it may evict."""
@@ -260,14 +285,17 @@ class Server:
             logger.info("declared streams exist", extra=log_fields(streams=await self._declared.make()))
         self.sealing.start()
         self.pipeline.start()
-        if self._identities is not None:
-            self._identities.start()
+        if self._credentials is not None:
+            self._credentials.start(self.app.recheck)
         await self.start_services()
         limits = file_descriptors.fit_connection_limit(settings.limits)
-        self._http = HttpServer(self.listener_app(), limits, on_drain=self.app.end_live)
-        if self._verifier is not None:
-            self._http.admit_body = self.app.has_token
-        self._connect_telemetry(self._http)
+        self._http = HttpServer(
+            self.listener_app(),
+            limits,
+            on_drain=self.app.end_live,
+            admit_body=None if self._verifier is None else self.app.has_token,
+        )
+        self._register_metrics(self._http)
         self._certificate = load_certificate(settings)
         tls = None if self._certificate is None else self._certificate.context
         port = await self._listen(self._http, settings.port, tls)
@@ -275,7 +303,9 @@ class Server:
             self._metrics = HttpServer(self.metrics_app(), settings.limits)
             await self._listen(self._metrics, settings.metrics_port, tls)
         self.pipeline.supervise(
-            self._grant_pipeline(), lambda: local_url(settings.host, port, tls is not None)
+            self.pipeline_demand,
+            self._grant_pipeline(),
+            lambda: local_url(settings.host, port, tls is not None),
         )
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.url = f"{'https' if tls else 'http'}://{host}:{port}"
@@ -293,8 +323,8 @@ class Server:
             self.pipeline.child.recheck_java()
         self.hub.reload()
         self.app.recheck_hub()
-        if self._identities is not None:
-            self._identities.reload()
+        if self._credentials is not None:
+            self._credentials.reload()
         if self._certificate is not None:
             try:
                 self._certificate.reload()
@@ -305,15 +335,16 @@ class Server:
 
     # -- overridden by a worker of a server with several processes ---------------------------------------
 
-    def subscriptions(self, context: Context) -> SubscriptionService:
-        return SubscriptionService(self.log, context.settings, SYSTEM_CLOCK, context.loop, self.telemetry)
-
     def listener_app(self) -> App:
         """The application of the listener."""
         return self._observed or self.app
 
     def metrics_app(self) -> App:
         return MetricsApp(self.app.health)
+
+    def pipeline_demand(self) -> PipelineBacklog:
+        """The work for a local pipeline process."""
+        return self.pipeline.state.demand()
 
     async def start_services(self) -> None:
         await self._subscriptions.start()
@@ -361,20 +392,10 @@ class Server:
         await self._checkpoints.stop()
         await self._index_files.close()
         await self._cold.close()
-        if self._identities is not None:
-            self._identities.stop()
+        if self._credentials is not None:
+            self._credentials.stop()
         if self._tracing is not None:
             self._tracing.close()
-
-    def _start_tracing(self, context: Context) -> Tracing | None:
-        if not context.settings.traces_url:
-            return None
-        from tailrace.server.trace_export import Tracing  # loads an HTTP client
-
-        tracing = Tracing(context)
-        tracing.connect(self.sealing, self.pipeline.state, self._subscriptions.webhooks)
-        tracing.start()
-        return tracing
 
     def _inspected_parts(self, context: Context) -> ServerParts:
         """The parts shown by `/v1/server/_details` and recorded in the metrics stream."""
@@ -389,6 +410,7 @@ class Server:
             app.search,
             app.touch,
             self._index_files,
+            self.pipeline.state,
         )
 
     def _observe(self, settings: Settings) -> RequestObserver | None:
@@ -403,7 +425,7 @@ class Server:
         if self._observed is not None:
             self._observed.synced(seconds, records)
 
-    def _connect_telemetry(self, http: HttpServer) -> None:
+    def _register_metrics(self, http: HttpServer) -> None:
         telemetry, log = self.telemetry, self.log
         log.committer.observe_sync = telemetry.observe_sync if self._tracing is None else self._observe_sync
         telemetry.ready.read = lambda: float(self.app.health.unready_reason is None)
@@ -417,31 +439,22 @@ class Server:
         telemetry.connections.read = lambda: http.connections_open
         telemetry.connections_max.read = lambda: http.limits.connections
         telemetry.connections_refused.read = lambda: http.connections_refused
-        telemetry.append_entries.read = lambda: log.publisher.entries
-        telemetry.append_bytes.read = lambda: log.publisher.bytes
-        telemetry.append_queue_bytes.read = lambda: log.committer.queued_bytes
-        waiting = log.backpressure_queue
-        telemetry.append_waiting_requests.read = lambda: waiting.count
-        telemetry.append_waiting_bytes.read = lambda: waiting.bytes
-        telemetry.append_waits.read = lambda: waiting.waited
-        telemetry.journal_failures.read = lambda: log.failures
-        telemetry.streams.read = log.count_streams
-        telemetry.streams_loaded.read = lambda: len(log.streams.by_number)
-        telemetry.tail_memory_bytes.read = lambda: log.streams.memory_bytes
-        telemetry.journal_bytes.read = log.journal.size_bytes
-        telemetry.checkpoint_lag_bytes.read = lambda: self._checkpoints.lag_bytes
-        telemetry.checkpoints.read = lambda: self._checkpoints.done
-        telemetry.disk_free_bytes.read = self._disk.free_bytes
-        telemetry.hot_free_bytes.read = self._disk.reusable_bytes
-        for mode in ("long-poll", "sse", "ws"):
-            telemetry.live_connections.reads[(mode,)] = lambda mode=mode: self.app.live.open_by_mode[mode]
-        connect_storage_metrics(telemetry, self.sealing, self._cold, self._index_files)
-        connect_pipeline_metrics(telemetry, self.pipeline)
-        telemetry.live_demoted.read = lambda: self.app.live.demoted
-        telemetry.spark_reads.read = lambda: self.app.reads.spark_reads
-        telemetry.identity_limited.read = lambda: self.app.rates.refused
-        if self._identities is not None:
-            self._identities.connect(telemetry)
+        for owner in (
+            *(log, self._checkpoints, self._disk, self._cold, self._index_files, self.pipeline),
+            *(self.app.live, self.app.reads, self.app.rates),
+        ):
+            owner.register_metrics(telemetry)
+        self.sealing.register_metrics(telemetry, self._object_caches)
+        if self._credentials is not None:
+            self._credentials.register_metrics(telemetry)
+
+
+def _build_tracing(context: Context) -> Tracing | None:
+    if not context.settings.traces_url:
+        return None
+    from tailrace.server.trace_export import Tracing  # loads an HTTP client
+
+    return Tracing(context)
 
 
 def load_certificate(settings: Settings) -> Certificate | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -20,6 +20,7 @@ from tailrace.auth import Identity
 from tailrace.common.clock import Clock
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.token_bucket import Rate, TokenBuckets
 from tailrace.http.exchange import Exchange
 from tailrace.http.relay import ALONE_HEADER
@@ -37,19 +38,35 @@ class RateCounter(Protocol):
     def give_back(self, identity: str, kind: str, count: int = 1) -> None: ...
 
 
+MakeBuckets = Callable[[dict[str, Rate]], RateCounter]
+
+
+def own_buckets(rates: dict[str, Rate]) -> RateCounter:
+    return TokenBuckets(rates, buckets_max=BUCKETS_MAX)
+
+
 class IdentityRateLimiter:
     """Limits the requests and body bytes per second of each identity. Used on the event loop only."""
 
-    def __init__(self, limits: Limits, clock: Clock, clients: ClientResolver) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Clock,
+        clients: ClientResolver,
+        make_buckets: MakeBuckets = own_buckets,
+    ) -> None:
         self._clock = clock
         self._clients = clients
         per_s = {"ops": limits.identity_ops_per_s, "bytes": limits.identity_bytes_per_s}
         self.rates = {kind: Rate(rate, BURST_S * rate) for kind, rate in per_s.items() if rate}
-        self.buckets: RateCounter = TokenBuckets(self.rates, buckets_max=BUCKETS_MAX)
+        self._buckets = make_buckets(self.rates) if self.rates else own_buckets(self.rates)
         self.any = bool(self.rates)
         # Listener for requests of other workers, which have counted the client's request already.
         self.peer_listener: HttpServer | None = None
         self.refused = 0
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.identity_limited.read = lambda: self.refused
 
     def consume(self, identity: Identity, exchange: Exchange) -> None:
         """Count a request, or refuse it with a retry time."""
@@ -57,12 +74,12 @@ class IdentityRateLimiter:
             return
         who = self._name(identity, exchange)
         now_ns = self._clock.now_ns()
-        wait_ms = self.buckets.take(who, "ops", now_ns) if "ops" in self.rates else 0
+        wait_ms = self._buckets.take(who, "ops", now_ns) if "ops" in self.rates else 0
         size = len(exchange.body)
         if not wait_ms and size and "bytes" in self.rates:
-            wait_ms = self.buckets.take(who, "bytes", now_ns, size)
+            wait_ms = self._buckets.take(who, "bytes", now_ns, size)
             if wait_ms and "ops" in self.rates:
-                self.buckets.give_back(who, "ops")
+                self._buckets.give_back(who, "ops")
         if wait_ms:
             self.refused += 1
             raise TailraceError(
@@ -75,7 +92,7 @@ class IdentityRateLimiter:
             who = self._name(identity, exchange)
             for kind, count in (("ops", 1), ("bytes", len(exchange.body))):
                 if kind in self.rates:
-                    self.buckets.give_back(who, kind, count)
+                    self._buckets.give_back(who, kind, count)
 
     def _counts(self, identity: Identity, exchange: Exchange) -> bool:
         """False for parts of this server, and for requests that another worker has counted."""

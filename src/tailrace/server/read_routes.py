@@ -16,6 +16,7 @@ from typing import Final
 from tailrace.auth import Action, Identity, authorise
 from tailrace.common import timestamps
 from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.tasks import TaskSet
 from tailrace.http.exchange import Exchange
 from tailrace.log.decide import offset_gone, resolve_position
@@ -41,6 +42,7 @@ from tailrace.routing.request_headers import parse_page_limit
 from tailrace.routing.table import Auth, Route, route_group
 from tailrace.schema.registry import Registry
 from tailrace.search.filtered_reads import FilteredReads, FilterScan
+from tailrace.search.index_files.catalogue import IndexCatalogue
 from tailrace.server.live import LiveReaders, ReadRequest
 
 ARROW_CONTENT_TYPE = b"Content-Type: application/vnd.apache.arrow.stream\r\n"
@@ -108,7 +110,7 @@ SPARK_USER_AGENT = b"tailrace-spark/"  # sent by the Spark source
 class ReadRoutes:
     """Serves GET on a stream, except for what `LiveReaders` keeps open."""
 
-    def __init__(self, context: Context, live: LiveReaders) -> None:
+    def __init__(self, context: Context, live: LiveReaders, catalogue: IndexCatalogue) -> None:
         self._context = context
         self._log = context.log
         self._limits = context.limits
@@ -117,9 +119,12 @@ class ReadRoutes:
         # Prefixes of streams that can be read without a token; None if all can.
         self._public = settings.auth_public_prefixes if settings.auth_configured else None
         self._tasks = TaskSet()
-        self.filtered = FilteredReads(context, self._registry_of)
+        self.filtered = FilteredReads(context, self._registry_of, catalogue)
         self._rows = ArrowPages(context.loop)
         self.spark_reads = 0
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.spark_reads.read = lambda: self.spark_reads
 
     def read(self, exchange: Exchange, identity: Identity, name: str, key: str | None = None) -> None:
         authorise(identity, Action.READ_STREAM, stream=name)

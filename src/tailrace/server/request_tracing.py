@@ -13,8 +13,8 @@ from collections.abc import Callable
 from tailrace.common.errors import TailraceError
 from tailrace.common.settings import Settings
 from tailrace.http.exchange import Exchange
+from tailrace.http.request_log import log_request
 from tailrace.log.group_commit import Committer
-from tailrace.routing import request_log
 from tailrace.routing.client_address import load_trusted_proxies
 from tailrace.server.app import TailraceApp
 from tailrace.server.tracing import Span, Tracer
@@ -80,8 +80,8 @@ class RequestObserver:
         seen.commits = self._committer.queued_bytes != queued_bytes
 
     def on_response(self, exchange: Exchange, status: int, span: Span | None, commits: bool) -> None:
-        if self._logs_all:
-            request_log.answered(exchange, status, time.monotonic() - exchange.started)
+        if self._logs_all and status < 500:  # server errors are logged with their reason
+            log_request(exchange, status, time.monotonic() - exchange.started)
         tracer = self._tracer
         if span is None or tracer is None:
             return

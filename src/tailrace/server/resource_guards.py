@@ -27,6 +27,7 @@ from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
 from tailrace.common.memory import cgroup_memory_limit_bytes, trim_malloc
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log.log import Log
 
 logger = logging.getLogger("tailrace.disk")
@@ -51,6 +52,10 @@ class DiskGuard:
         self._attempt: asyncio.Future[None] | None = None
         self._stopped = False
         self._short = False
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.disk_free_bytes.read = self.free_bytes
+        metrics.hot_free_bytes.read = self.reusable_bytes
 
     def start(self) -> None:
         self._check()

@@ -50,6 +50,7 @@ from tailrace.schema.stream_schema import CACHE_BYTES
 from tailrace.search.index_files.catalogue import IndexFileService
 from tailrace.search.routes import SearchRoutes
 from tailrace.server.live import LiveReaders
+from tailrace.server.pipeline_process import PipelineState
 from tailrace.server.resource_guards import MemoryGuard, mapped_file_bytes
 from tailrace.server.stream_details import cached_bytes_by_artifact, unsealed_bytes
 from tailrace.server.touch_routes import TouchRoutes
@@ -119,6 +120,7 @@ class ServerParts(NamedTuple):
     search: SearchRoutes
     touch: TouchRoutes
     index_files: IndexFileService
+    pipeline: PipelineState
 
     @property
     def readers(self) -> tuple[ObjectCache, ...]:
@@ -246,14 +248,20 @@ TopStreamRow = dict[str, object]
 class TopStreams:
     """The streams that use most. `poll`, called twice a second, checks some of the changed streams."""
 
-    def __init__(self, log: Log, live: LiveReaders) -> None:
+    def __init__(
+        self,
+        log: Log,
+        live: LiveReaders,
+        cached_bytes_of: Callable[[Stream], int],
+        touch_journals: Callable[[], list[tuple[int, str]]],
+    ) -> None:
         self._log = log
         self._live = live
+        self._cached_bytes_of = cached_bytes_of
+        self._touch_journals = touch_journals
         self._pending: dict[int, int] = {}  # number to bytes, of the largest
         self._file = 0
         self._polled = 0
-        self.cached_bytes_of: Callable[[Stream], int] = lambda _: 0
-        self.touch_journals: Callable[[], list[tuple[int, str]]] = list[tuple[int, str]]
 
     def poll(self) -> None:
         streams = self._log.streams
@@ -275,14 +283,14 @@ class TopStreams:
         pending = nlargest(TOP_SHOWN, [(unsealed_bytes(stream), stream.name) for stream in current])
         local = nlargest(
             TOP_SHOWN,
-            [(unsealed_bytes(stream) + self.cached_bytes_of(stream), stream.name) for stream in current],
+            [(unsealed_bytes(stream) + self._cached_bytes_of(stream), stream.name) for stream in current],
         )
         return {
             "local_storage_bytes": [{"stream": name, "bytes": size} for size, name in local if size],
             "pending_wal_bytes": [{"stream": name, "bytes": size} for size, name in pending if size],
             "touch_journal_filter_bytes": [
                 {"stream": name, "bytes": size}
-                for size, name in nlargest(TOP_SHOWN, self.touch_journals())
+                for size, name in nlargest(TOP_SHOWN, self._touch_journals())
                 if size
             ],
             "notifier_waiters": [{"stream": stream.name, "waiters": count} for stream, count in waiting],
@@ -308,11 +316,12 @@ class ServerRoutes:
 
     def __init__(self, node: ServerParts) -> None:
         self._node = node
-        self.top = TopStreams(node.context.log, node.live)
-        self.pipeline: Callable[[], dict[str, object]] = dict[str, object]
-        self.async_index: Callable[[], dict[str, int]] = dict[str, int]
-        self.top.cached_bytes_of = lambda stream: sum(cached_bytes_by_artifact(node.readers, stream).values())
-        self.top.touch_journals = node.touch.journals
+        self.top = TopStreams(
+            node.context.log,
+            node.live,
+            lambda stream: sum(cached_bytes_by_artifact(node.readers, stream).values()),
+            node.touch.journals,
+        )
         node.memory.on_tick.append(self.top.poll)
         node.memory.evictors.append(node.live.contracts.clear)
         node.memory.bound_sqlite()
@@ -341,7 +350,7 @@ class ServerRoutes:
                 **self._queues(),
                 "concurrency": self._concurrency(),
                 "top_streams": self.top.to_json(),
-                "pipeline": self.pipeline(),
+                "pipeline": self._node.pipeline.details(),
             },
         }
 
@@ -418,7 +427,7 @@ class ServerRoutes:
                 "active": gate.running,
                 "queued": gate.waiting,
             },
-            "async_index": self.async_index(),
+            "async_index": self._node.pipeline.concurrency(),
         }
 
     # -- memory ----------------------------------------------------------------------------------------

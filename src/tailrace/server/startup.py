@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,7 +140,9 @@ def load_declared_streams(file: Path) -> dict[str, DeclaredStream]:
 class DeclaredStreamInstaller:
     """Creates the streams of one file, each as a request would."""
 
-    def __init__(self, context: Context, file: Path) -> None:
+    def __init__(self, context: Context, file: Path, is_elsewhere: Callable[[str], bool]) -> None:
+        """`is_elsewhere` returns whether another worker creates the stream of a name."""
+        self._is_elsewhere = is_elsewhere
         self._log = context.log
         self._loop = context.loop
         self._name_bytes = context.limits.name_bytes
@@ -151,7 +154,7 @@ class DeclaredStreamInstaller:
         Streams of another worker are created there.
         """
         declared = load_declared_streams(self._file)
-        streams = {name: declared[name] for name in declared if not self._log.is_elsewhere(name)}
+        streams = {name: declared[name] for name in declared if not self._is_elsewhere(name)}
         for name, one in streams.items():
             try:
                 await self._make(name, one)

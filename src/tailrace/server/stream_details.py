@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Literal, NamedTuple
 
@@ -60,6 +60,7 @@ from tailrace.server.index_status import (
     read_documents,
 )
 from tailrace.server.live import LiveConnection, LiveReaders
+from tailrace.server.pipeline_routes import PipelineRoutes
 from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.object_store.request_stats import UploadedHead
 from tailrace.storage.sealing import SealingService
@@ -219,21 +220,54 @@ WAIT_DEFAULT_MS = 3000
 DetailsKind = Literal["details", "index_status"]
 
 
+class DetailsSources:
+    """What the documents show of other parts; `caches` hold segments and index files."""
+
+    def __init__(
+        self,
+        sealing: SealingService,
+        caches: Sequence[ObjectCache],
+        tail: TailIndex,
+        pipeline: PipelineRoutes,
+    ) -> None:
+        self._sealing = sealing
+        self._caches = caches
+        self._tail = tail
+        self.pipeline = pipeline
+
+    def requests(self, stream: Stream) -> ObjectRequests:
+        folder = make_stream_id(stream.name, stream.incarnation)
+        found = self._sealing.request_stats.requests(folder)
+        for cache in self._caches:
+            for artifact, counters in cache.book.requests(folder).items():
+                found[artifact] = found.get(artifact, Counter()) + counters
+        return found
+
+    def head(self, stream: Stream) -> UploadedHead | None:
+        return self._sealing.request_stats.head(make_stream_id(stream.name, stream.incarnation))
+
+    def is_in_conflict(self, stream: Stream) -> bool:
+        return stream.number in self._sealing.dispatcher.conflicts
+
+    def tail(self, stream: Stream) -> TailIndexStatus:
+        index = self._tail.find(stream.number)
+        if index is None:
+            return TailIndexStatus()
+        return TailIndexStatus(index.rows, index.bytes, index.dropped_rows, index.filling is not None)
+
+    def cached_bytes(self, stream: Stream) -> CacheBytes:
+        return cached_bytes_by_artifact(self._caches, stream)
+
+
 class DetailsRoutes:
     """Serves both documents. Each response is a consistent snapshot."""
 
-    def __init__(self, context: Context, live: LiveReaders) -> None:
+    def __init__(self, context: Context, live: LiveReaders, sources: DetailsSources) -> None:
         self._context = context
         self._log = context.log
         self._live = live
-        self.requests_of: Callable[[Stream], ObjectRequests] = lambda _: {}
-        self.head_of: Callable[[Stream], UploadedHead | None] = lambda _: None
-        self.is_in_conflict: Callable[[Stream], bool] = lambda _: False
-        self.tail_of: Callable[[Stream], TailIndexStatus] = lambda _: TailIndexStatus()
-        self.indexed_of: Callable[[Stream], IndexSnapshot | None] = lambda _: IndexSnapshot()
-        self.load_index: Callable[[Stream], Awaitable[None]] = _no_index
+        self._sources = sources
         self._deferred = DeferredResponses()
-        self.cached_of: Callable[[Stream], CacheBytes] = lambda _: {}
 
     def details(self, exchange: Exchange, identity: Identity, name: str) -> None:
         self._serve(exchange, identity, name, "details")
@@ -248,7 +282,7 @@ class DetailsRoutes:
         if live not in ("", "false", "0", "true", "1", "long-poll"):
             raise TailraceError("invalid_request", "live must be true or long-poll")
         timeout_ms = wait_ms(query, WAIT_DEFAULT_MS, self._context.limits.details_max_wait_ms)
-        if self.indexed_of(stream) is None:
+        if self._sources.pipeline.index_snapshot(stream) is None:
             self._deferred.respond(exchange, self._load(exchange, identity, stream, kind, live, timeout_ms))
         else:
             self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
@@ -263,7 +297,7 @@ class DetailsRoutes:
         timeout_ms: int,
     ) -> None:
         """Load the indexing progress first."""
-        await self.load_index(stream)
+        await self._sources.pipeline.load_index(stream)
         self._log.readable(stream.name)
         self._serve_loaded(exchange, identity, stream, kind, live, timeout_ms)
 
@@ -312,13 +346,13 @@ class DetailsRoutes:
         self, stream: Stream, kind: DetailsKind, documents: StreamDocuments, manifest: ManifestStatus
     ) -> dict[str, object]:
         if kind == "index_status":
-            return index_status(stream, documents, manifest, self.tail_of(stream))
+            return index_status(stream, documents, manifest, self._sources.tail(stream))
         volatile = VolatileDetails(
             hot_store_bytes(self._log.directory),
-            self.cached_of(stream),
+            self._sources.cached_bytes(stream),
             spooled_bytes(self._log.directory, stream.number),
-            self.requests_of(stream),
-            self.tail_of(stream),
+            self._sources.requests(stream),
+            self._sources.tail(stream),
         )
         return stream_details(stream, documents, manifest, volatile)
 
@@ -326,9 +360,9 @@ class DetailsRoutes:
         """The manifest; its generation may have been recorded while the stream was not in memory."""
         cold = stream.cold
         generation = max(cold.generation, self._log.store.db.cold.generation(stream.number))
-        head = self.head_of(stream)
-        indexed = self.indexed_of(stream) or IndexSnapshot()
-        conflict = self.is_in_conflict(stream)
+        head = self._sources.head(stream)
+        indexed = self._sources.pipeline.index_snapshot(stream) or IndexSnapshot()
+        conflict = self._sources.is_in_conflict(stream)
         if head is not None:
             return ManifestStatus(generation, head.at_ns, head.etag, head.size_bytes, indexed, conflict)
         recorded_ns = cold.recorded_ns if cold.generation == generation else 0
@@ -388,10 +422,6 @@ class DetailsWait(LiveConnection):
         self._live.remove(self)
 
 
-async def _no_index(_: Stream) -> None:
-    """The default `load_index`: there is no pipeline."""
-
-
 def _etag_header(tag: str) -> bytes:
     return b"ETag: %b\r\n" % tag.encode()
 
@@ -416,35 +446,6 @@ def hot_store_bytes(directory: Path) -> int:
         except FileNotFoundError:
             pass
     return total
-
-
-def connect_details(
-    routes: DetailsRoutes, sealing: SealingService, readers: Sequence[ObjectCache], tail: TailIndex
-) -> None:
-    """Connect the sources of the documents; `readers` are the caches of segments and index files."""
-
-    def requests_of(stream: Stream) -> dict[str, Counter[str]]:
-        folder = make_stream_id(stream.name, stream.incarnation)
-        found = sealing.request_stats.requests(folder)
-        for parts in readers:
-            for artifact, counters in parts.book.requests(folder).items():
-                found[artifact] = found.get(artifact, Counter()) + counters
-        return found
-
-    def head_of(stream: Stream) -> UploadedHead | None:
-        return sealing.request_stats.head(make_stream_id(stream.name, stream.incarnation))
-
-    def tail_of(stream: Stream) -> TailIndexStatus:
-        index = tail.find(stream.number)
-        if index is None:
-            return TailIndexStatus()
-        return TailIndexStatus(index.rows, index.bytes, index.dropped_rows, index.filling is not None)
-
-    routes.tail_of = tail_of
-    routes.requests_of = requests_of
-    routes.head_of = head_of
-    routes.is_in_conflict = lambda stream: stream.number in sealing.dispatcher.conflicts
-    routes.cached_of = lambda stream: cached_bytes_by_artifact(readers, stream)
 
 
 def cached_bytes_by_artifact(readers: Sequence[ObjectCache], stream: Stream) -> dict[str, int]:

@@ -19,10 +19,7 @@ from tailrace import __version__
 from tailrace.common.logging_setup import log_fields
 from tailrace.routing.context import Context
 from tailrace.schema.profiles.otlp_export import write_bytes, write_fixed64, write_varint
-from tailrace.server.pipeline_process import PipelineState
 from tailrace.server.tracing import TEXT_MAX, AttributeValue, Span, Tracer
-from tailrace.storage.sealing import SealingService
-from tailrace.subscriptions.webhooks import WebhookSender
 
 _ERROR: Final = 2
 
@@ -185,11 +182,6 @@ class Tracing:
         reads[("exported",)] = lambda: self._exporter.exported
         reads[("failed",)] = lambda: self._exporter.failed
         reads[("dropped",)] = lambda: self._exporter.dropped
-
-    def connect(self, sealing: SealingService, pipeline: PipelineState, webhooks: WebhookSender) -> None:
-        sealing.dispatcher.on_run = self.tracer.record_seal
-        pipeline.on_heartbeat = self.tracer.record_heartbeat
-        webhooks.trace = self.tracer.webhook
 
     def start(self) -> None:
         self._exporter.start()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.storage.checkpointer import is_vacuum_due
 
@@ -41,6 +42,10 @@ class CheckpointService:
         self._vacuum_after_s = 0.0
         self.done = 0
         self.failures = 0
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.checkpoint_lag_bytes.read = lambda: self.lag_bytes
+        metrics.checkpoints.read = lambda: self.done
 
     @property
     def files_pending(self) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.common import failpoints
 from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.log import system_streams
 from tailrace.log.model import Lifetime
 from tailrace.log.records import Recorded, Trim
@@ -122,10 +123,15 @@ class RetentionService:
         self._deleting = False
         self._requested = True
         self._early = False  # forks wait for their sources to be sealed
-        self.bounds: Callable[[], Sequence[RetentionBound]] | None = None  # of other parts of the server
+        self._bounds: list[Callable[[], Sequence[RetentionBound]]] = []  # of other parts of the server
         self._done: dict[int, int] = {}  # stream to the journal file as of which its objects are deleted
         self._recorded: dict[int, list[int]] = {}  # journal file to the streams whose deletion it records
         self.entries = self.segments = self.segment_bytes = 0  # removed so far
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.trimmed_entries.read = lambda: self.entries
+        metrics.trimmed_segments.read = lambda: self.segments
+        metrics.trimmed_bytes.read = lambda: self.segment_bytes
 
     @property
     def pending(self) -> bool:
@@ -184,7 +190,11 @@ class RetentionService:
             for stream in found
             if stream is not None and has_bounds(stream.lifetime)
         ]
-        return own if self.bounds is None else [*own, *self.bounds()]
+        return [*own, *(bound for bounds in self._bounds for bound in bounds())]
+
+    def add_bounds(self, bounds: Callable[[], Sequence[RetentionBound]]) -> None:
+        """Apply further bounds, which each scan from the start asks for."""
+        self._bounds.append(bounds)
 
     def look_again(self) -> None:
         """The bounds of other parts of the server have changed: scans from the start."""

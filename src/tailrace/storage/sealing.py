@@ -13,13 +13,14 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tailrace.common.errors import TailraceError
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.settings import Settings
 from tailrace.common.tasks import TaskSet, wait_event
 from tailrace.log.model import Stream
@@ -31,6 +32,7 @@ from tailrace.storage.bucket_ownership import BucketOwner
 from tailrace.storage.hot_store.tables import ColdTables
 from tailrace.storage.manifest_recording import ManifestRecorder
 from tailrace.storage.meta_objects import MetaRecorder
+from tailrace.storage.object_store.cache import ObjectCache
 from tailrace.storage.object_store.request_stats import RequestStats
 from tailrace.storage.retention_service import RetentionService
 from tailrace.storage.seal_schedule import (
@@ -154,7 +156,13 @@ class SealRun(NamedTuple):
 class SealDispatcher:
     """Starts seal jobs for due streams up to a limit, and queues streams again that are not done."""
 
-    def __init__(self, sealing: SealingService, log: Log, due: DueStreams) -> None:
+    def __init__(
+        self,
+        sealing: SealingService,
+        log: Log,
+        due: DueStreams,
+        on_run: Callable[[SealRun], None] | None,
+    ) -> None:
         self._sealing = sealing
         self._log = log
         self._due = due
@@ -163,7 +171,7 @@ class SealDispatcher:
         self.conflicts = SealConflicts(log.streams.get)
         log.publisher.on_change.append(self._changed)
         self.segments = self.segment_bytes = 0
-        self.on_run: Callable[[SealRun], None] | None = None
+        self._on_run = on_run
 
     def dispatch(self) -> None:
         while self._jobs < JOBS_MAX and len(self._due):
@@ -280,8 +288,8 @@ class SealDispatcher:
         self._sealing.call_later(pause_s, lambda: self._due.add(number))
 
     def _notify(self, run: SealRun) -> None:
-        if self.on_run is not None:
-            self.on_run(run)
+        if self._on_run is not None:
+            self._on_run(run)
 
 
 TICK_S = 1.0
@@ -294,8 +302,18 @@ class SealingService:
     """Schedules all work on the object store: sealing, recording of manifests, retention, sweep."""
 
     def __init__(
-        self, log: Log, settings: Settings, deployment: str, loop: asyncio.AbstractEventLoop
+        self,
+        log: Log,
+        settings: Settings,
+        deployment: str,
+        loop: asyncio.AbstractEventLoop,
+        share: SweepShare = "all",
+        on_run: Callable[[SealRun], None] | None = None,
     ) -> None:
+        """`share` is the part of the sweep that is done here, if this is one of several workers.
+
+        `on_run` is called after each run of the sealer.
+        """
         self._log = log
         self._loop = loop
         self._settings = settings
@@ -307,7 +325,7 @@ class SealingService:
         self._due = DueStreams(log.limits)
         self.fork_dependencies = ForkDependencies(self._due, log.streams.get)
         self.backlog = SealBacklog(log)
-        self.dispatcher = SealDispatcher(self, log, self._due)
+        self.dispatcher = SealDispatcher(self, log, self._due, on_run)
         self.sealer: SealerProcess | None = None
         self.request_stats = RequestStats()
         self._threads = ThreadPoolExecutor(1, "leftovers")
@@ -315,13 +333,42 @@ class SealingService:
         self.meta = MetaRecorder(self, log, settings.recovery_key)
         self.retention = RetentionService(self, log)
         self.sweep = SweepSchedule(self, log)
-        self.share: SweepShare = "all"  # of the sweep, if this is one of several workers
+        self._share: SweepShare = share
         self._rotation = EarlyRotation(log, self._due, self.backlog, self._checkpoint_needed, loop.time())
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self.tasks = TaskSet(lambda error: logger.error("sealing stopped unexpectedly", exc_info=error))
         self._tick_s = min(TICK_S, log.limits.seal_interval_ms / 1000)
         self._polled_s = 0.0
+
+    def register_metrics(self, metrics: ServerMetrics, caches: Sequence[ObjectCache]) -> None:
+        """`caches` read from the object store as well; their requests are part of the totals."""
+
+        def requests() -> Iterable[tuple[list[str], float]]:
+            made = Counter(self.requests)
+            for cache in caches:
+                if cache.objects is not None:
+                    made += cache.objects.requests
+            return [([kind], count) for kind, count in sorted(made.items())]
+
+        def received() -> int:
+            sealer = 0 if self.sealer is None else self.sealer.bytes_in
+            return sealer + sum(cache.fetched_bytes for cache in caches)
+
+        metrics.object_requests.each = requests
+        metrics.object_sent_bytes.read = lambda: 0 if self.sealer is None else self.sealer.bytes_out
+        metrics.object_received_bytes.read = received
+        metrics.object_store_ok.read = lambda: float(self.health.state == "ok")
+        metrics.hot_bytes.read = lambda: self.backlog.stored_bytes
+        metrics.unsealed_bytes.read = lambda: self.backlog.waiting_bytes
+        metrics.spooled_bytes.read = self.spooled_bytes
+        metrics.seal_queue.read = lambda: self.queued
+        metrics.sealed_segments.read = lambda: self.dispatcher.segments
+        metrics.sealed_bytes.read = lambda: self.dispatcher.segment_bytes
+        metrics.seal_failures.read = lambda: self.health.failures
+        metrics.seal_conflicts.read = lambda: len(self.dispatcher.conflicts)
+        self.retention.register_metrics(metrics)
+        self.sweep.register_metrics(metrics)
 
     # -- start and stop --------------------------------------------------------------------------------
 
@@ -468,7 +515,7 @@ class SealingService:
                 deployment=self.health.owner.deployment,
                 fence=self.health.owner.fence,
                 limits=self._log.limits,
-                share=self.share,
+                share=self._share,
             )
             self.sealer = SealerProcess(setup, self._settings.recovery_key)
         report = await self.sealer.run_job(kind, numbers, sealed, after, publication)

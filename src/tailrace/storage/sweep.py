@@ -33,6 +33,7 @@ import msgspec
 from tailrace.common import failpoints
 from tailrace.common.clock import SYSTEM_CLOCK, Clock
 from tailrace.common.errors import TailraceError
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.tasks import run_all
 from tailrace.log.segment_catalogue import INDEX_DOCUMENT, decode_plans
 from tailrace.log.stored_streams import StoredStreams
@@ -420,6 +421,13 @@ class SweepSchedule:
         self._steps = 0
         self.passes = 0
         self.seen = SweepReport()
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.sweeps.read = lambda: self.passes
+        metrics.swept_objects.read = lambda: self.seen.objects
+        metrics.swept_orphans.read = lambda: self.seen.orphans
+        metrics.swept_orphan_bytes.read = lambda: self.seen.orphan_bytes
+        metrics.swept_tombstones.read = lambda: self.seen.forgotten
 
     def poll(self, now_s: float) -> None:
         """Starts a step if one is due."""

@@ -41,7 +41,7 @@ from tailrace.subscriptions.runner import (
     SubscriptionRunner,
 )
 from tailrace.subscriptions.state_machine import Step, WakeAnswer
-from tailrace.subscriptions.webhooks import WebhookSender, new_wake_id
+from tailrace.subscriptions.webhooks import StartWebhookSpan, WebhookSender, new_wake_id
 
 
 class SubscriptionIndex:
@@ -110,6 +110,7 @@ WAKE_EVENT_RETRY_S: Final = 1
 
 # (runner, whether it is new, error)
 CreatedCallback = Callable[[SubscriptionRunner, bool, TailraceError | None], None]
+AppendCheck = Callable[[AppendRequest, Stream], Sequence[bytes | None] | None]
 
 
 class SubscriptionService:
@@ -122,19 +123,21 @@ class SubscriptionService:
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         telemetry: ServerMetrics,
+        check: AppendCheck | None = None,
+        trace: StartWebhookSpan | None = None,
     ) -> None:
+        """`check` validates appends to a stream with a schema or a profile; `trace` traces webhook calls."""
         self._log = log
         self._tombstone_ms = settings.limits.tombstone_ms
         self._clock = clock
         self._loop = loop
         self.keys = ServerKeys(log, clock, loop, settings)
-        self.webhooks = WebhookSender(settings, self.keys, clock, loop, telemetry)
+        self.webhooks = WebhookSender(settings, self.keys, clock, loop, telemetry, trace)
         self._runners: dict[str, SubscriptionRunner] = {}
         self._tombstones: dict[str, SubscriptionHead] = {}
         self._index = SubscriptionIndex()
         self._creating = TaskSet()
-        # Validates appends to a stream with a schema or a profile.
-        self.check: Callable[[AppendRequest, Stream], Sequence[bytes | None] | None] | None = None
+        self._check = check
         telemetry.subscriptions.read = lambda: len(self._runners)
 
     # -- lifecycle -----------------------------------------------------------------------------------------
@@ -313,9 +316,9 @@ class SubscriptionService:
         self, name: str, body: bytes, producer: tuple[str, int, int], written: SavedCallback
     ) -> None:
         request = AppendRequest(body, "application/json", producer=producer)
-        if self.check is not None:
+        if self._check is not None:
             # The schema or profile of the wake stream applies to the server too.
-            request.check = self.check
+            request.check = self._check
         self._log.append(self._log.existing(name), request, lambda _, error: written(error), None)
 
     def _wake_event_failed(self, runner: SubscriptionRunner, error: TailraceError) -> None:

@@ -158,6 +158,9 @@ class WebhookSpan(Protocol):
     def end(self, outcome: str) -> None: ...
 
 
+StartWebhookSpan = Callable[[str], WebhookSpan]  # by subscription id
+
+
 class WebhookSender:
     """Sends wakes to webhooks."""
 
@@ -168,6 +171,7 @@ class WebhookSender:
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         telemetry: ServerMetrics,
+        trace: StartWebhookSpan | None = None,
     ) -> None:
         self._limits = settings.limits
         self._public_url = settings.public_url.rstrip("/")
@@ -179,7 +183,7 @@ class WebhookSender:
         self._tasks = TaskSet()
         self._slots = asyncio.Semaphore(DELIVERIES_AT_ONCE)
         self._tls: ssl.SSLContext | None = None
-        self.trace: Callable[[str], WebhookSpan] | None = None  # starts a span by subscription id
+        self._trace = trace
 
     def send(self, runner: SubscriptionRunner, wake: Wake) -> None:
         runner.sub.delivering = wake.generation
@@ -192,7 +196,7 @@ class WebhookSender:
     async def _deliver(self, runner: SubscriptionRunner, wake: Wake) -> None:
         """One delivery attempt; its outcome is a state machine step."""
         accepted = done = False
-        traced = None if self.trace is None else self.trace(runner.sub.id)
+        traced = None if self._trace is None else self._trace(runner.sub.id)
         try:
             async with self._slots:
                 response = await asyncio.wait_for(

@@ -77,14 +77,21 @@ _WINDOWS: Final = {"retention": "retention", "tombstoneTtl": "tombstone_ttl"}
 
 
 class CollectionRoutes:
-    def __init__(self, context: Context, registry: CollectionRegistry, access: AccessRules) -> None:
+    def __init__(
+        self,
+        context: Context,
+        registry: CollectionRegistry,
+        access: AccessRules,
+        on_rules: Callable[[Collection], None],
+        on_removed: Callable[[Collection], None],
+    ) -> None:
+        """Calls `on_rules` when the rules of a collection changed, `on_removed` when one was deleted."""
         self._context = context
         self._registry = registry
         self._access = access
         self._log = context.log
-        # Called when the rules of a collection have changed, and when one was deleted.
-        self.on_rules: Callable[[Collection], None] | None = None
-        self.on_removed: Callable[[Collection], None] | None = None
+        self._on_rules = on_rules
+        self._on_removed = on_removed
 
     def create_database(self, exchange: Exchange, _: Identity, database: str) -> None:
         names.check_database(database)
@@ -128,8 +135,7 @@ class CollectionRoutes:
             if error is not None:
                 responses.respond_error(exchange, error)
                 return
-            if self.on_removed is not None:
-                self.on_removed(collection)
+            self._on_removed(collection)
             exchange.respond(204, responses.NO_STORE)
 
         collection_registry.remove_collection(self._registry, collection, on_settled)
@@ -211,8 +217,8 @@ class CollectionRoutes:
             known = 0 if is_new else collection.config.rule_version
             collection.config = planned
             collection.durable = True
-            if known != planned.rule_version and self.on_rules is not None:
-                self.on_rules(collection)
+            if known != planned.rule_version:
+                self._on_rules(collection)
             self._respond(exchange, 201 if is_new else 200, collection)
 
         now_ns = self._context.clock.now_ns()

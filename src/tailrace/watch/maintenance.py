@@ -33,23 +33,27 @@ WRITE_ID_RETENTION_MS: Final = 10 * 60 * 1000
 class Maintenance:
     """Runs periodically; failures are retried in the next run. Owned by the loop thread."""
 
-    def __init__(self, context: Context, registry: CollectionRegistry, keys: TokenKeys) -> None:
+    def __init__(
+        self,
+        context: Context,
+        registry: CollectionRegistry,
+        keys: TokenKeys,
+        sealing: SealingService | None = None,
+        other_bounds: Callable[[], list[RetentionBound]] = list,
+    ) -> None:
+        """`other_bounds` returns the retention bounds of streams that are not of collections."""
         self._context = context
         self._limits = context.limits
         self._registry = registry
         self._keys = keys
-        self.views = PublishedViews(context, registry)
-        self._sealing: SealingService | None = None
+        self.views = PublishedViews(context, registry, None if sealing is None else sealing.seal_soon)
+        self._sealing = sealing
         self._tasks = TaskSet()
         self._removed: list[Collection] = []
-        self.other_bounds: Callable[[], list[RetentionBound]] = list  # of other streams
+        self._other_bounds = other_bounds
         self.purged = 0
-
-    def connect(self, sealing: SealingService) -> None:
-        """Connect to sealing: provides retention bounds, and requests seals."""
-        self._sealing = sealing
-        sealing.retention.bounds = self._bounds
-        self.views.seal_soon = sealing.seal_soon
+        if sealing is not None:
+            sealing.retention.add_bounds(self._bounds)
 
     def start(self) -> None:
         self._tasks.start(self._run())
@@ -136,7 +140,7 @@ class Maintenance:
 
     def _bounds(self) -> list[RetentionBound]:
         """Changes that retention may remove: old enough, and in a published view."""
-        found = self.other_bounds()
+        found = self._other_bounds()
         for collection in self._registry.collections():
             retention_s = collection.config.retention_s(self._limits)
             if retention_s is None or collection.published_positions is None or collection.state != "live":

@@ -35,12 +35,14 @@ SEAL_POLL_S: Final = 0.5
 class PublishedViews:
     """Publishes and restores views. Owned by the loop thread; encoding runs on other threads."""
 
-    def __init__(self, context: Context, registry: CollectionRegistry) -> None:
+    def __init__(
+        self, context: Context, registry: CollectionRegistry, seal_soon: Callable[[int], None] | None = None
+    ) -> None:
+        """`seal_soon` requests an early seal of a stream."""
         self._context = context
         self._registry = registry
         self._objects: ObjectStore | None = None
-        # Requests an early seal of a stream.
-        self.seal_soon: Callable[[int], None] | None = None
+        self._seal_soon = seal_soon
         self.published = 0
 
     async def close(self) -> None:
@@ -168,8 +170,8 @@ class PublishedViews:
                 stream = self._registry.log.find(collection.stream(partition)) if seq else None
                 if stream is not None and stream.sealed < seq:
                     waiting = True
-                    if self.seal_soon is not None:
-                        self.seal_soon(stream.number)
+                    if self._seal_soon is not None:
+                        self._seal_soon(stream.number)
             if not waiting:
                 return True
             await asyncio.sleep(SEAL_POLL_S)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tailrace.auth import Identity, TokenVerifier
+from tailrace.auth import GrantStore, Identity, TokenVerifier
 from tailrace.common.server_metrics import ServerMetrics
 from tailrace.routing.context import Context
+from tailrace.storage.sealing import SealingService
 from tailrace.watch import metrics
 from tailrace.watch.access_rules import AccessRules
 from tailrace.watch.collection import BeforeImageLimits, Collection, CounterRegistry
@@ -27,6 +28,7 @@ from tailrace.watch.rxdb.replication import Replication
 from tailrace.watch.rxdb.websocket import RealtimeStreams, ReplicationSocketRoute
 from tailrace.watch.sources.manager import SourceManager
 from tailrace.watch.sources.routes import SourceRoutes
+from tailrace.watch.sources.stream import OpenRemoteOrigin
 
 
 class ReplicationService:
@@ -65,7 +67,16 @@ VIEW_FILE: Final = "watch.db"
 class WatchService:
     """Documents and live queries of one server."""
 
-    def __init__(self, context: Context, directory: Path, verifier: TokenVerifier | None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        directory: Path,
+        verifier: TokenVerifier | None,
+        grants: GrantStore,
+        sealing: SealingService,
+        open_remote: OpenRemoteOrigin | None = None,
+    ) -> None:
+        """`open_remote` opens streams of other workers, which sources read."""
         limits = context.limits
         patterns = PartitionPatterns(context.settings.watch_partition_patterns, limits.watch_partitions)
         remembered = BeforeImageLimits(
@@ -75,24 +86,23 @@ class WatchService:
         self.registry = CollectionRegistry(context.log, directory / VIEW_FILE, patterns, remembered, counters)
         self._writer = DocumentWriter(self.registry, document_bytes=limits.watch_document_bytes)
         access = AccessRules()
-        self.gateway = Gateway(context, self.registry, access, verifier)
-        self.maintenance = Maintenance(context, self.registry, self.gateway.keys)
+        self.gateway = Gateway(context, self.registry, access, verifier, grants)
+        self._summaries = SubscriptionSummaries(context, self.gateway)
+        self.maintenance = Maintenance(
+            context, self.registry, self.gateway.keys, sealing, self._summaries.bounds
+        )
         self.registry.restore = self.maintenance.views.restore
         self.registry.on_view_lost = self._on_view_lost
         self.registry.on_before_image_lost = self.gateway.on_before_image_lost
-        collections = CollectionRoutes(context, self.registry, access)
-        collections.on_rules = self._on_rules_changed
-        collections.on_removed = self._on_removed
         self._replication = ReplicationService(context, self.gateway, self._writer)
-        self._summaries = SubscriptionSummaries(context, self.gateway)
-        self.maintenance.other_bounds = self._summaries.bounds
-        self.sources = SourceManager(context, self.registry, self.gateway)
+        self.sources = SourceManager(
+            context, self.registry, self.gateway, self._replication.on_changed, open_remote
+        )
         self.sources.connect(context.telemetry)
-        self.sources.on_changed = self._replication.on_changed
         self.registry.on_applied = self._on_applied
         self.registry.on_page = self.gateway.on_page
         self.routes: tuple[object, ...] = (
-            collections,
+            CollectionRoutes(context, self.registry, access, self._on_rules_changed, self._on_removed),
             DatabaseListingRoutes(context, self.registry),
             StatusRoute(self.registry, self.gateway),
             DocumentRoutes(context, self.gateway, self._writer),

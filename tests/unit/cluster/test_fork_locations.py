@@ -83,7 +83,7 @@ def test_a_note_that_took_too_long_is_known_when_it_is_durable(
     async def main() -> None:
         async with log_in(tmp_path) as log, homes_of(log, tmp_path) as homes:
             moved: list[int] = []
-            homes.on_moved = lambda: moved.append(homes.location(FORK))
+            homes.notify_moves(lambda: moved.append(homes.location(FORK)))
             with slow_disk(monkeypatch) as going_on:
                 with pytest.raises(TailraceError, match="outcome is unknown"):
                     await homes.place_fork(FORK, SOURCE)

@@ -15,8 +15,7 @@ from tailrace.edge.upstreams import DIFFERENT_SERVERS, SAME_SERVER, DeploymentCh
 def judged(mode: str, *said: tuple[str, str]) -> tuple[list[str], int]:
     """What is said to each in turn, and how often everything that was kept had to go."""
     changes: list[None] = []
-    deployments = DeploymentCheck(mode)
-    deployments.on_change = lambda: changes.append(None)
+    deployments = DeploymentCheck(mode, lambda: changes.append(None))
     return [deployments.judge(upstream, name) for upstream, name in said], len(changes)
 
 

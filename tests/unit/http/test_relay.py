@@ -349,7 +349,7 @@ def test_a_request_whose_head_is_known_is_its_own_client_s() -> None:
             exchange.respond(204)
 
         app = TestApp()
-        inner = PeerApp(cast("ProxyApp", ShortWay(answer)), app)
+        inner = PeerApp(cast("ProxyApp", ShortWay(answer)), app, {})
         app.handle = lambda exchange: inner.handler_for(exchange)(exchange)
         async with site(app) as here:
             client = await here.connect()

@@ -334,15 +334,15 @@ class IndexFileService:
         )
         self.catalogue = IndexCatalogue(self.files, log.catalogue.load, log.reader.levels)
         self.keys = RoutingKeyIndex(self.catalogue)
-        log.reader.history.keys = self.keys
+        log.reader.history.use_key_index(self.keys)
 
-    def connect(self, telemetry: ServerMetrics) -> None:
+    def register_metrics(self, metrics: ServerMetrics) -> None:
         counts = self.files.counts
-        telemetry.companion_opened_bytes.read = lambda: self.files.bytes
-        telemetry.companion_cache_bytes.read = lambda: self.parts.cached_bytes
-        telemetry.lexicon_cache_bytes.read = lambda: self.lexicons.cached_bytes
-        telemetry.companion_opens.read = lambda: counts.fetched
-        telemetry.companion_unusable.read = lambda: counts.unusable
+        metrics.companion_opened_bytes.read = lambda: self.files.bytes
+        metrics.companion_cache_bytes.read = lambda: self.parts.cached_bytes
+        metrics.lexicon_cache_bytes.read = lambda: self.lexicons.cached_bytes
+        metrics.companion_opens.read = lambda: counts.fetched
+        metrics.companion_unusable.read = lambda: counts.unusable
 
     async def close(self) -> None:
         await self._readers.end()

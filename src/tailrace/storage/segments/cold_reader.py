@@ -20,6 +20,7 @@ from tailrace.common.caches import LruCache
 from tailrace.common.errors import TailraceError
 from tailrace.common.limits import Limits
 from tailrace.common.logging_setup import log_fields
+from tailrace.common.server_metrics import ServerMetrics
 from tailrace.common.tasks import SingleFlight
 from tailrace.storage.object_store.cache import (
     ByteBudget,
@@ -89,6 +90,13 @@ class ColdReader:
         )
         self._parsing: SingleFlight[str, Footer] = SingleFlight(self._work)
         self._groups: dict[tuple[str, int], asyncio.Future[SegmentRows]] = {}
+
+    def register_metrics(self, metrics: ServerMetrics) -> None:
+        metrics.cold_cache_bytes.read = lambda: self.parts.cached_bytes
+        metrics.cold_reads.reads[("cache",)] = lambda: self.counts.hits
+        metrics.cold_reads.reads[("store",)] = lambda: self.counts.misses
+        metrics.cold_reads.reads[("shared",)] = lambda: self.counts.shared
+        metrics.cold_failures.read = lambda: self.counts.corrupt
 
     # -- reading -------------------------------------------------------------------------------------------
 

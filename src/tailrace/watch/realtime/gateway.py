@@ -110,13 +110,14 @@ class Gateway:
         registry: CollectionRegistry,
         access: AccessRules,
         verifier: TokenVerifier | None,
+        grants: GrantStore | None = None,
     ) -> None:
         self.context = context
         self.limits = context.limits
         self.registry = registry
         self.access = access
         self.verifier = verifier
-        self.grants: GrantStore | None = None
+        self.grants = grants
         self.keys = TokenKeys(registry.log, context.clock, context.limits)
         self.audit = AuditLog(context)
         self.samples = CostSampler(context.loop)

@@ -82,7 +82,17 @@ class ManagedSource:
 class SourceManager:
     """All sources of the process. Owned by the loop thread."""
 
-    def __init__(self, context: Context, registry: CollectionRegistry, gateway: Gateway) -> None:
+    def __init__(
+        self,
+        context: Context,
+        registry: CollectionRegistry,
+        gateway: Gateway,
+        on_changed: Callable[[Collection], None],
+        open_remote: OpenRemoteOrigin | None = None,
+    ) -> None:
+        """`on_changed` is called with a collection whose state changed; `open_remote` opens streams of other
+        workers.
+        """
         self._context = context
         self._registry = registry
         self._gateway = gateway
@@ -94,10 +104,9 @@ class SourceManager:
         )
         self._sources: dict[tuple[str, str], ManagedSource] = {}
         self._lock = asyncio.Lock()  # serializes changes of sources
-        # Called when the state of a collection has changed.
-        self.on_changed: Callable[[Collection], None] = lambda _: None
+        self._on_changed = on_changed
         self._past_counters: Counter[str] = Counter()  # of removed sources
-        self.open_remote: OpenRemoteOrigin | None = None  # opens streams of other workers
+        self._open_remote = open_remote
         registry.has_source = lambda collection: self._owner(collection) is not None
         gateway.objectives.lag_ms = self._lag_ms
         gateway.objectives.lag_changes = self._lag_changes
@@ -328,7 +337,7 @@ class SourceManager:
         return source
 
     def _notify_changed(self, collection: Collection) -> None:
-        self.on_changed(collection)
+        self._on_changed(collection)
 
     def _begin(self, source: ManagedSource, lost: str | None = None) -> None:
         async def work() -> None:
@@ -354,7 +363,7 @@ class SourceManager:
             elif source.config.kind == "mongo":
                 await MongoConnector(context).run()
             else:
-                await StreamConnector(context, self.open_remote).run()
+                await StreamConnector(context, self._open_remote).run()
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
