@@ -7,22 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import Finished, tailrace
+from support.schema_versions import RENAME, V1, V2
 from support.server import ServerProcess
 from support.wire import Wire
 
-V1 = {
-    "type": "object",
-    "properties": {"ts": {"type": "string"}},
-    "required": ["ts"],
-    "additionalProperties": False,
-}
-V2 = {
-    "type": "object",
-    "properties": {"at": {"type": "string"}},
-    "required": ["at"],
-    "additionalProperties": False,
-}
-OPS = [{"op": "rename", "from": "/ts", "to": "/at"}]
+OPS = [RENAME]
 SEARCH = {
     "fields": {"at": {"kind": "keyword", "bindings": [{"version": 1, "jsonPointer": "/at"}], "exact": True}}
 }

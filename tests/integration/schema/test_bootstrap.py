@@ -12,21 +12,8 @@ from conftest import StartServer
 from support.calls import Caller
 from support.cli import tailrace
 from support.loss import ENV, JSON, bootstrap, destroy, post, put, seal
+from support.schema_versions import RENAME, V1, V2
 from support.server import ServerProcess
-
-V1 = {
-    "type": "object",
-    "properties": {"ts": {"type": "string"}},
-    "required": ["ts"],
-    "additionalProperties": False,
-}
-V2 = {
-    "type": "object",
-    "properties": {"at": {"type": "string"}},
-    "required": ["at"],
-    "additionalProperties": False,
-}
-RENAME = {"op": "rename", "from": "/ts", "to": "/at"}
 
 
 def lens(name: str) -> dict[str, Any]:

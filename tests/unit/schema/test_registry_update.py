@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from support.schema_versions import V1, V2
 from tailrace.common.errors import TailraceError
 from tailrace.schema.lenses import LensFailureError
 from tailrace.schema.registry import (
@@ -20,18 +21,6 @@ from tailrace.schema.registry import (
 from tailrace.schema.registry_update import decide_update, prepare_update
 
 EMPTY = Registry(name="orders")
-V1 = {
-    "type": "object",
-    "properties": {"ts": {"type": "string"}},
-    "required": ["ts"],
-    "additionalProperties": False,
-}
-V2 = {
-    "type": "object",
-    "properties": {"at": {"type": "string"}},
-    "required": ["at"],
-    "additionalProperties": False,
-}
 V3 = {
     "type": "object",
     "properties": {"at": {"type": "string"}, "n": {"type": "array"}},
